@@ -1,0 +1,7 @@
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    tonic_prost_build::configure()
+        .bytes(".")
+        .include_file("space.rs")
+        .compile_protos(&["proto/guest.proto", "proto/node.proto"], &["proto"])?;
+    Ok(())
+}
