@@ -1,0 +1,179 @@
+//! Servers under test: the shared one, and own ones that may be killed.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::Api;
+
+pub struct Server {
+    pub data_dir: PathBuf,
+    child: Option<Child>,
+    /// Removed with the server: the data folder of an own one.
+    own: Option<tempfile::TempDir>,
+}
+
+fn base() -> Option<PathBuf> {
+    std::env::var_os("SPACE_TEST_DATA_DIR").map(PathBuf::from)
+}
+
+pub(crate) fn binary() -> PathBuf {
+    std::env::var_os("SPACE_TEST_BIN")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/release/space"), PathBuf::from)
+}
+
+impl Server {
+    pub fn shared() -> Option<Self> {
+        Some(Self { data_dir: base()?, child: None, own: None })
+    }
+
+    /// A server with its own store and its own pool: a folder on the shared pool's btrfs, with every template of the
+    /// shared pool in it, so that it starts in a moment. `config` is more TOML for its `space.toml`.
+    pub async fn own(config: &str) -> Result<Self> {
+        let base = base().context("SPACE_TEST_DATA_DIR is not set")?;
+        let own = tempfile::Builder::new().prefix("own-").tempdir_in(base.join("pool"))?;
+        let data = own.path().to_path_buf();
+        for dir in ["pool", "pool/templates", "pool/sandboxes", "pool/tmp", "run"] {
+            std::fs::create_dir_all(data.join(dir))?;
+        }
+        for entry in std::fs::read_dir(base.join("pool/templates"))? {
+            let entry = entry?;
+            run(Command::new("/usr/bin/btrfs")
+                .args(["subvolume", "snapshot", "-r"])
+                .arg(entry.path())
+                .arg(data.join("pool/templates").join(entry.file_name())))?;
+        }
+        for name in ["kernel", "initramfs.img"] {
+            std::os::unix::fs::symlink(base.join(name), data.join(name))?;
+        }
+        let pool = format!("\n[pool]\npath = {:?}\n", data.join("pool"));
+        std::fs::write(data.join("space.toml"), format!("{config}{pool}"))?;
+        let mut server = Self { data_dir: data, child: None, own: Some(own) };
+        server.start().await?;
+        server.tag_templates_of(&base).await?;
+        Ok(server)
+    }
+
+    /// The store of an own server is empty: give the templates the tags they have on the shared one.
+    async fn tag_templates_of(&self, base: &Path) -> Result<()> {
+        let shared = Api::new(base)?;
+        let own = self.api()?;
+        for template in shared.get("/v1/templates").await?["templates"].as_array().context("no list")? {
+            let digest = template["digest"].as_str().context("no digest")?;
+            for tag in template["tags"].as_array().context("no tags")? {
+                own.put_json(&format!("/v1/templates/{digest}/tags"), serde_json::json!({"tag": tag})).await?;
+            }
+        }
+        Ok(())
+    }
+
+    pub async fn start(&mut self) -> Result<()> {
+        let log = std::fs::File::options().create(true).append(true).open(self.data_dir.join("server.log"))?;
+        let child = Command::new(binary())
+            .args(["up", "--config"])
+            .arg(self.data_dir.join("space.toml"))
+            .env("SPACE_DATA_DIR", &self.data_dir)
+            .env("SPACE_LISTEN", "127.0.0.1:0")
+            .env("SPACE_DATA_LISTEN", "127.0.0.1:0")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .context("starting `space up`")?;
+        self.child = Some(child);
+        let started = Instant::now();
+        loop {
+            if let Some(status) = self.child.as_mut().expect("just started").try_wait()? {
+                bail!("`space up` ended with {status}:\n{}", self.log());
+            }
+            if let Ok(api) = self.api()
+                && api.healthy().await
+            {
+                return Ok(());
+            }
+            if started.elapsed() > Duration::from_secs(60) {
+                bail!("`space up` was not ready after a minute:\n{}", self.log());
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    pub fn api(&self) -> Result<Api> {
+        Api::new(&self.data_dir)
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.data_dir.join("server.log")).unwrap_or_default()
+    }
+
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
+    }
+
+    /// As a crash would: no handler runs.
+    pub fn kill_dead(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let _ = std::fs::remove_file(self.data_dir.join("client.toml"));
+    }
+
+    /// Every VMM process whose working folder lies in this server's pool.
+    pub fn vmms(&self) -> Vec<u32> {
+        let pool = self.data_dir.join("pool").canonicalize().unwrap_or_default();
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+            let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
+            let Ok(name) = std::fs::read_to_string(entry.path().join("comm")) else { continue };
+            let Ok(cwd) = std::fs::read_link(entry.path().join("cwd")) else { continue };
+            if name.starts_with("qemu-system") && cwd.starts_with(&pool) {
+                found.push(pid);
+            }
+        }
+        found
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if self.own.is_none() {
+            return;
+        }
+        self.kill_dead();
+        for pid in self.vmms() {
+            let _ = Command::new("/bin/kill").args(["-9", &pid.to_string()]).status();
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        if std::thread::panicking() {
+            eprintln!("---- server log ----\n{}", self.log());
+        }
+        for folder in ["sandboxes", "templates", "tmp", "warm"] {
+            for entry in std::fs::read_dir(self.data_dir.join("pool").join(folder)).into_iter().flatten().flatten() {
+                let _ = Command::new("/usr/bin/btrfs")
+                    .args(["subvolume", "delete"])
+                    .arg(entry.path())
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::null())
+                    .status();
+            }
+        }
+    }
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let out = command.output()?;
+    if !out.status.success() {
+        bail!("{command:?}: {}", String::from_utf8_lossy(&out.stderr));
+    }
+    Ok(())
+}
+
+/// Resident memory of a process, in KiB.
+pub fn memory_kib(pid: u32) -> Result<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:")).context("no VmRSS")?;
+    Ok(line.trim().trim_end_matches("kB").trim().parse()?)
+}
