@@ -1,0 +1,229 @@
+//! Processes that outlive their maker: started detached, under their own user and in their own cgroup, and found again
+//! later by pid **and** start time, so that a pid the kernel gave to somebody else is never signalled.
+//!
+//! All signals and waits go through a pidfd. Nothing here knows what the process does.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use nix::libc;
+use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+use crate::cgroup::Cgroup;
+use crate::spawn::{ChildSetup, prepare, watch_fd};
+
+/// Names one process for as long as the host runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ProcessIdentity {
+    pub pid: u32,
+    /// Clock ticks since the host's boot, field 22 of `/proc/<pid>/stat`.
+    pub start_time: u64,
+}
+
+/// Where a program's standard output and error go.
+#[derive(Debug)]
+pub enum Output {
+    Null,
+    /// A file, started anew. It is the program's file size limit that bounds it, so it needs `file_size_bytes`.
+    File(PathBuf),
+    /// A descriptor, such as the writing end of a pipe.
+    Fd(OwnedFd),
+}
+
+/// Resource limits set in the child. `None` leaves the caller's.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rlimits {
+    pub open_files: Option<u64>,
+    /// Largest file the program may write, which bounds disk images too.
+    pub file_size_bytes: Option<u64>,
+}
+
+/// A program to start. The environment is empty, the core size 0, new privileges are off.
+#[derive(Debug)]
+pub struct SpawnSpec {
+    /// Absolute; never looked up.
+    pub program: PathBuf,
+    pub args: Vec<String>,
+    /// Entered before the user changes, so its parents need not be open to that user.
+    pub cwd: PathBuf,
+    pub uid: u32,
+    pub gid: u32,
+    /// Joined before the program begins.
+    pub cgroup: Option<Cgroup>,
+    pub output: Output,
+    pub limits: Rlimits,
+    /// Descriptors the program finds under the same numbers. Closed here after the start.
+    pub inherited: Vec<OwnedFd>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ProcessError {
+    #[error("the program path {0} is not absolute")]
+    NotAbsolute(PathBuf),
+    #[error("cannot start {program}: {source}")]
+    Spawn { program: PathBuf, source: io::Error },
+    #[error("process {pid} is gone")]
+    Gone { pid: u32 },
+    #[error("cannot {action} process {pid}: {source}")]
+    Control { action: &'static str, pid: u32, source: io::Error },
+}
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    Code(i32),
+    Signal(i32),
+    /// It was not our child, so only its end is known.
+    Unknown,
+}
+
+/// A process that runs, or ran. Dropping it leaves the process alone; a child is reaped all the same.
+#[derive(Clone, Debug)]
+pub struct VmmProcess {
+    identity: ProcessIdentity,
+    pidfd: Arc<OwnedFd>,
+    exit: watch::Receiver<Option<Exit>>,
+}
+
+/// Starts a program. Must be called on a tokio runtime, which then reaps the child.
+pub fn spawn(spec: SpawnSpec) -> Result<VmmProcess, ProcessError> {
+    if !spec.program.is_absolute() {
+        return Err(ProcessError::NotAbsolute(spec.program));
+    }
+    let program = spec.program.clone();
+    let failed = |source| ProcessError::Spawn { program: program.clone(), source };
+    let cwd = File::open(&spec.cwd).map_err(failed)?;
+    let cgroups = match &spec.cgroup {
+        Some(cgroup) => cgroup.open_procs().map_err(failed)?,
+        None => Vec::new(),
+    };
+    let mut limits = vec![(libc::RLIMIT_CORE, 0)];
+    limits.extend(spec.limits.open_files.map(|value| (libc::RLIMIT_NOFILE, value)));
+    limits.extend(spec.limits.file_size_bytes.map(|value| (libc::RLIMIT_FSIZE, value)));
+    let (stdout, stderr) = open_output(spec.output).map_err(failed)?;
+    let mut command = Command::new(&spec.program);
+    command.args(&spec.args).env_clear().stdin(Stdio::null()).stdout(stdout).stderr(stderr);
+    prepare(
+        &mut command,
+        ChildSetup {
+            cwd: cwd.as_raw_fd(),
+            uid: spec.uid,
+            gid: spec.gid,
+            cgroups: cgroups.iter().map(AsRawFd::as_raw_fd).collect(),
+            inherited: spec.inherited.iter().map(AsRawFd::as_raw_fd).collect(),
+            limits,
+        },
+    );
+    let child = command.spawn().map_err(failed)?;
+    // The pid stays ours, even after an early death, until this side reaps it.
+    let pid = child.id();
+    let identity = ProcessIdentity { pid, start_time: start_time(pid).map_err(failed)? };
+    let pidfd = open_pidfd(pid).map_err(failed)?;
+    VmmProcess::watch(identity, pidfd, true)
+}
+
+fn open_output(output: Output) -> io::Result<(Stdio, Stdio)> {
+    match output {
+        Output::Null => Ok((Stdio::null(), Stdio::null())),
+        Output::File(path) => {
+            let mut options = OpenOptions::new();
+            options.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_APPEND);
+            let file = options.open(path)?;
+            Ok((file.try_clone()?.into(), file.into()))
+        }
+        Output::Fd(fd) => Ok((fd.try_clone()?.into(), fd.into())),
+    }
+}
+
+fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
+    let raw = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+    let pid = raw.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+/// When a process started, in clock ticks since boot; also says whether it is there at all.
+fn start_time(pid: u32) -> io::Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name in parentheses may hold anything, so count from its end: field 22 is the 20th after it.
+    let fields = stat.rfind(')').and_then(|end| stat.get(end + 2..));
+    let field = fields.and_then(|rest| rest.split_ascii_whitespace().nth(19));
+    field.and_then(|text| text.parse().ok()).ok_or_else(|| io::Error::other("unexpected form of /proc/<pid>/stat"))
+}
+
+/// Takes hold of a process started earlier, perhaps by another process. `Gone` when it ended or the pid is another's now.
+pub fn open_existing(identity: ProcessIdentity) -> Result<VmmProcess, ProcessError> {
+    let pid = identity.pid;
+    let pidfd = open_pidfd(pid).map_err(|_| ProcessError::Gone { pid })?;
+    // The pidfd was opened first: if the start time still matches now, it is on the right process.
+    if start_time(pid).ok() != Some(identity.start_time) {
+        return Err(ProcessError::Gone { pid });
+    }
+    VmmProcess::watch(identity, pidfd, false)
+}
+
+impl VmmProcess {
+    fn watch(identity: ProcessIdentity, pidfd: OwnedFd, child: bool) -> Result<Self, ProcessError> {
+        let pidfd = Arc::new(pidfd);
+        let (sender, exit) = watch::channel(None);
+        let process = VmmProcess { identity, pidfd: pidfd.clone(), exit };
+        let waiter =
+            watch_fd(pidfd).map_err(|source| ProcessError::Control { action: "watch", pid: identity.pid, source })?;
+        tokio::spawn(async move {
+            let ended = waiter.readable().await.is_ok();
+            let exit = if ended && child { reap(waiter.get_ref()) } else { Exit::Unknown };
+            sender.send_replace(Some(exit));
+        });
+        Ok(process)
+    }
+
+    /// What to remember to find this process again.
+    pub fn identity(&self) -> ProcessIdentity {
+        self.identity
+    }
+
+    /// Whether it has not ended yet.
+    pub fn is_alive(&self) -> bool {
+        let mut poll = [nix::poll::PollFd::new(self.pidfd.as_fd(), nix::poll::PollFlags::POLLIN)];
+        // A pidfd becomes readable at the end of its process.
+        nix::poll::poll(&mut poll, nix::poll::PollTimeout::ZERO) == Ok(0)
+    }
+
+    /// Sends SIGKILL. No error when it has ended already.
+    pub fn kill(&self) -> Result<(), ProcessError> {
+        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(errno) => Err(ProcessError::Control { action: "kill", pid: self.identity.pid, source: errno.into() }),
+        }
+    }
+
+    /// Waits for the end; any number of callers, any number of times. May be cancelled.
+    pub async fn wait(&self) -> Exit {
+        let mut exit = self.exit.clone();
+        // An error means that the runtime that watched is shutting down: then nobody learns more.
+        exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit).unwrap_or(Exit::Unknown)
+    }
+}
+
+fn reap(pidfd: &OwnedFd) -> Exit {
+    match waitid(WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED) {
+        Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => Exit::Code(code),
+            (_, Some(signal)) => Exit::Signal(signal),
+            _ => Exit::Unknown,
+        },
+        _ => Exit::Unknown,
+    }
+}
+
+/// Whether a program file is there and may be run.
+pub fn is_program(path: &Path) -> bool {
+    use std::os::unix::fs::PermissionsExt;
+    path.is_absolute() && path.metadata().is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
+}

@@ -1,0 +1,124 @@
+//! QEMU: the driver for hosts without usable hardware virtualization, and an alternative where there is.
+//!
+//! Guest memory is `memory.img`, mapped shared, so it is always current: a saved state is `device.state` alone (about
+//! 70 KB) and a restore loads only that. The sockets are made here and inherited by QEMU, so they can be connected and
+//! written before it has even begun. QEMU stops, and does not end, when the guest shuts down: the reason and the console
+//! are still there for whoever comes back.
+
+mod args;
+mod console;
+mod qmp;
+mod start;
+mod vm;
+
+pub use console::CONSOLE_LOG_BYTES;
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::sync::OnceCell;
+
+use crate::{AfterRestore, Driver, ProcessIdentity, Vm, VmDir, VmSpec, VmmError};
+
+/// Default place of the program on Debian.
+pub const DEFAULT_PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
+/// How long anything that needs an answer of QEMU may take. Generous: fifty may start at once on two cores.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How guest instructions are run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accel {
+    /// Software emulation; works everywhere.
+    Tcg {
+        /// Most memory for translated code, in MiB.
+        code_cache_mib: u32,
+    },
+    Kvm,
+}
+
+/// What the driver needs to know.
+#[derive(Clone, Debug)]
+pub struct QemuConfig {
+    pub program: PathBuf,
+    pub accel: Accel,
+}
+
+impl Default for QemuConfig {
+    fn default() -> Self {
+        QemuConfig { program: PathBuf::from(DEFAULT_PROGRAM), accel: Accel::Tcg { code_cache_mib: 64 } }
+    }
+}
+
+/// The driver.
+#[derive(Debug)]
+pub struct Qemu {
+    config: QemuConfig,
+    version: OnceCell<String>,
+}
+
+impl Qemu {
+    pub fn new(config: QemuConfig) -> Self {
+        Qemu { config, version: OnceCell::new() }
+    }
+
+    fn check_program(&self) -> Result<(), VmmError> {
+        if space_hostd::process::is_program(&self.config.program) {
+            return Ok(());
+        }
+        Err(VmmError::MissingProgram(self.config.program.clone()))
+    }
+}
+
+async fn ask_version(program: &Path) -> Result<String, VmmError> {
+    let missing = |source| VmmError::File { action: "run", path: program.to_owned(), source };
+    let mut command = tokio::process::Command::new(program);
+    command.arg("--version").env_clear().stdin(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
+    let limit = Duration::from_secs(10);
+    let output = tokio::time::timeout(limit, command.output()).await;
+    let output = output.map_err(|_| VmmError::Timeout { what: "--version", limit })?.map_err(missing)?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    // "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)"
+    let version = text.split_whitespace().skip_while(|word| *word != "version").nth(1);
+    version
+        .map(str::to_owned)
+        .ok_or(VmmError::Refused { command: "--version", message: text.chars().take(200).collect() })
+}
+
+#[async_trait]
+impl Driver for Qemu {
+    fn name(&self) -> &'static str {
+        "qemu"
+    }
+
+    async fn version(&self) -> Result<String, VmmError> {
+        self.check_program()?;
+        self.version.get_or_try_init(|| ask_version(&self.config.program)).await.cloned()
+    }
+
+    async fn compatibility(&self) -> Result<String, VmmError> {
+        let version = self.version().await?;
+        // Saved states are stable within a minor version only as far as tried: take major.minor.
+        let minor = version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".");
+        let accel = match self.config.accel {
+            Accel::Tcg { .. } => "tcg",
+            Accel::Kvm => "kvm",
+        };
+        Ok(format!("qemu-{minor}-{accel}-layout{}", args::LAYOUT))
+    }
+
+    async fn boot(&self, spec: &VmSpec, dir: &VmDir) -> Result<Box<dyn Vm>, VmmError> {
+        self.check_program()?;
+        Ok(Box::new(start::boot(&self.config, spec, dir).await?))
+    }
+
+    async fn restore(&self, spec: &VmSpec, dir: &VmDir, then: AfterRestore) -> Result<Box<dyn Vm>, VmmError> {
+        self.check_program()?;
+        Ok(Box::new(start::restore(&self.config, spec, dir, then).await?))
+    }
+
+    async fn adopt(&self, dir: &VmDir, identity: ProcessIdentity) -> Result<Box<dyn Vm>, VmmError> {
+        Ok(Box::new(start::adopt(dir, identity).await?))
+    }
+}

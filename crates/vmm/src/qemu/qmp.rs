@@ -1,0 +1,225 @@
+//! One connection to QEMU's monitor: commands, answers and what the events say.
+//!
+//! QEMU may be in the hands of a guest that broke out into it: lines are bounded in length, unknown ones are dropped,
+//! and every command has a time limit. One task owns the connection; dropping [`Qmp`] closes it, and the next may connect.
+
+use std::collections::BTreeMap;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::Duration;
+
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader, Interest};
+use tokio::net::UnixStream;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
+
+use super::PATIENCE;
+use crate::VmmError;
+
+/// The longest line read: the console ring in base64 is the longest that comes in good faith.
+const MAX_LINE: u64 = 256 << 10;
+/// Commands under way at once.
+const MAX_PENDING: usize = 64;
+
+/// Where a migration (which is how QEMU saves and loads) stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Migration {
+    None,
+    Completed,
+    Failed,
+}
+
+/// What the events have told so far.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub migration: Migration,
+    /// Reason of the guest's shutdown, in QEMU's words: `guest-shutdown`, `guest-reset`, `guest-panic`, `host-qmp-quit`.
+    pub shutdown: Option<String>,
+    pub closed: bool,
+}
+
+struct Request {
+    command: &'static str,
+    arguments: Value,
+    fd: Option<OwnedFd>,
+    reply: oneshot::Sender<Result<Value, String>>,
+}
+
+/// An answer that is on its way.
+pub(super) struct Pending {
+    command: &'static str,
+    answer: oneshot::Receiver<Result<Value, String>>,
+}
+
+pub(super) struct Qmp {
+    requests: mpsc::Sender<Request>,
+    seen: watch::Sender<Seen>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Qmp {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Qmp {
+    /// Takes the stream, whose peer need not have accepted it yet. QEMU greets; the greeting is not needed.
+    pub fn new(stream: UnixStream) -> Self {
+        let (requests, receiver) = mpsc::channel(MAX_PENDING);
+        let seen = watch::Sender::new(Seen { migration: Migration::None, shutdown: None, closed: false });
+        let task = tokio::spawn(run(stream, receiver, seen.clone()));
+        Qmp { requests, seen, task }
+    }
+
+    pub fn seen(&self) -> watch::Receiver<Seen> {
+        self.seen.subscribe()
+    }
+
+    /// Forgets how the last migration ended, before a new one.
+    pub fn reset_migration(&self) {
+        self.seen.send_modify(|seen| seen.migration = Migration::None);
+    }
+
+    /// Sends a command without waiting for the answer: several may be on their way.
+    pub async fn send(
+        &self,
+        command: &'static str,
+        arguments: Value,
+        fd: Option<OwnedFd>,
+    ) -> Result<Pending, VmmError> {
+        let (reply, answer) = oneshot::channel();
+        let sent = self.requests.send(Request { command, arguments, fd, reply }).await;
+        sent.map_err(|_| VmmError::Disconnected { command })?;
+        Ok(Pending { command, answer })
+    }
+
+    pub async fn call(&self, command: &'static str, arguments: Value) -> Result<Value, VmmError> {
+        self.send(command, arguments, None).await?.answer().await
+    }
+
+    /// Waits until the migration under way has ended; true when it worked.
+    pub async fn migrated(&self, command: &'static str) -> Result<bool, VmmError> {
+        let mut seen = self.seen();
+        let done = seen.wait_for(|seen| seen.migration != Migration::None || seen.closed);
+        let end = within("the end of a migration", PATIENCE, done).await?;
+        match end.map(|seen| seen.migration) {
+            Ok(Migration::Completed) => Ok(true),
+            Ok(Migration::Failed) => Ok(false),
+            _ => Err(VmmError::Disconnected { command }),
+        }
+    }
+}
+
+impl Pending {
+    pub async fn answer(self) -> Result<Value, VmmError> {
+        let command = self.command;
+        match within(command, PATIENCE, self.answer).await? {
+            Ok(Ok(value)) => Ok(value),
+            Ok(Err(message)) => Err(VmmError::Refused { command, message }),
+            Err(_) => Err(VmmError::Disconnected { command }),
+        }
+    }
+}
+
+pub(super) async fn within<T>(
+    what: &'static str,
+    limit: Duration,
+    act: impl Future<Output = T>,
+) -> Result<T, VmmError> {
+    tokio::time::timeout(limit, act).await.map_err(|_| VmmError::Timeout { what, limit })
+}
+
+/// Owns the connection until it closes or the [`Qmp`] is dropped.
+async fn run(stream: UnixStream, mut requests: mpsc::Receiver<Request>, seen: watch::Sender<Seen>) {
+    let (read, write) = stream.into_split();
+    let mut reader = BufReader::new(read);
+    let mut waiting = BTreeMap::new();
+    let mut next_id: u64 = 0;
+    let mut line = Vec::new();
+    loop {
+        tokio::select! {
+            // Reading into `line` resumes where it was when the other branch came first.
+            read = read_line(&mut reader, &mut line) => match read {
+                Ok(true) => {
+                    receive(&line, &mut waiting, &seen);
+                    line.clear();
+                }
+                Ok(false) | Err(_) => break,
+            },
+            request = requests.recv(), if waiting.len() < MAX_PENDING => {
+                let Some(request) = request else { break };
+                next_id += 1;
+                let message = message(request.command, request.arguments, next_id);
+                waiting.insert(next_id, request.reply);
+                if send_all(write.as_ref(), message.as_bytes(), request.fd.as_ref()).await.is_err() {
+                    break;
+                }
+            }
+        }
+    }
+    seen.send_modify(|seen| seen.closed = true);
+}
+
+/// QEMU reads its monitor one byte per wake-up: short messages are faster.
+fn message(command: &str, arguments: Value, id: u64) -> String {
+    let mut message = json!({"execute": command, "id": id});
+    if !arguments.is_null() {
+        message["arguments"] = arguments;
+    }
+    message.to_string() + "\n"
+}
+
+async fn read_line(reader: &mut (impl AsyncBufReadExt + Unpin), line: &mut Vec<u8>) -> io::Result<bool> {
+    let room = MAX_LINE.saturating_sub(line.len() as u64);
+    reader.take(room).read_until(b'\n', line).await?;
+    Ok(line.ends_with(b"\n"))
+}
+
+async fn send_all(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> io::Result<()> {
+    let fds = fd.map(|fd| [fd.as_raw_fd()]);
+    let mut sent = 0;
+    while sent < bytes.len() {
+        sent += stream
+            .async_io(Interest::WRITABLE, || {
+                let rights = fds.as_ref().filter(|_| sent == 0).map(|fds| ControlMessage::ScmRights(fds));
+                let parts = [IoSlice::new(&bytes[sent..])];
+                let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
+                Ok(sendmsg::<()>(stream.as_raw_fd(), &parts, rights.as_slice(), flags, None)?)
+            })
+            .await?;
+    }
+    Ok(())
+}
+
+type Waiting = BTreeMap<u64, oneshot::Sender<Result<Value, String>>>;
+
+fn receive(line: &[u8], waiting: &mut Waiting, seen: &watch::Sender<Seen>) {
+    let Ok(mut message) = serde_json::from_slice::<Value>(line) else { return };
+    if let Some(reply) = message["id"].as_u64().and_then(|id| waiting.remove(&id)) {
+        let result = match message["error"]["desc"].as_str() {
+            Some(text) => Err(text.chars().take(1000).collect()),
+            None => Ok(message["return"].take()),
+        };
+        // Nobody may wait any more: a caller that was cancelled.
+        let _ = reply.send(result);
+        return;
+    }
+    match message["event"].as_str() {
+        Some("MIGRATION") => {
+            let now = match message["data"]["status"].as_str() {
+                Some("completed") => Migration::Completed,
+                Some("failed" | "cancelled") => Migration::Failed,
+                _ => return,
+            };
+            seen.send_modify(|seen| seen.migration = now);
+        }
+        Some("SHUTDOWN") => {
+            let reason: String = message["data"]["reason"].as_str().unwrap_or("unknown").chars().take(64).collect();
+            seen.send_modify(|seen| seen.shutdown = Some(reason));
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,187 @@
+//! Starting a QEMU process, or taking hold of one that runs.
+
+use std::fs::OpenOptions;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+
+use serde_json::{Value, json};
+use space_hostd::process::{self, Output, Rlimits, SpawnSpec, VmmProcess};
+use tokio::io::AsyncReadExt;
+use tokio::net::unix::pipe;
+
+use super::QemuConfig;
+use super::args::{self, Begin, Fds};
+use super::qmp::Qmp;
+use super::vm::{QemuVm, exit_reason};
+use crate::dir::{AGENT_SOCKET, DEVICE_STATE, DISK, QMP_SOCKET};
+use crate::{AfterRestore, ProcessIdentity, VmDir, VmSpec, VmmError};
+
+/// How much of QEMU's own messages is kept.
+const SAID_BYTES: usize = 4096;
+const OPEN_FILES: u64 = 512;
+
+/// The end of what QEMU wrote to its standard error.
+#[derive(Clone, Default)]
+struct Said(Arc<Mutex<Vec<u8>>>);
+
+impl Said {
+    /// Reads until the other side closes. A pipe, not a file: without a reader QEMU's messages go nowhere and fill nothing.
+    fn listen(dir: &VmDir) -> Result<(Said, OwnedFd), VmmError> {
+        let (write, mut read) = pipe::pipe().map_err(dir.error("make a pipe for", "the VMM"))?;
+        let write = write.into_blocking_fd().map_err(dir.error("make a pipe for", "the VMM"))?;
+        let said = Said::default();
+        let kept = said.clone();
+        tokio::spawn(async move {
+            let mut buffer = [0; 1024];
+            while let Ok(count @ 1..) = read.read(&mut buffer).await {
+                let mut text = kept.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                text.extend_from_slice(&buffer[..count]);
+                let surplus = text.len().saturating_sub(SAID_BYTES);
+                text.drain(..surplus);
+            }
+        });
+        Ok((said, write))
+    }
+
+    fn text(&self) -> String {
+        let text = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        String::from_utf8_lossy(&text).trim().to_owned()
+    }
+}
+
+struct Started {
+    process: VmmProcess,
+    qmp: Qmp,
+    said: Said,
+}
+
+/// Starts QEMU with its sockets inherited and the monitor connection open. `state` is the device state to load.
+async fn start(
+    config: &QemuConfig,
+    spec: &VmSpec,
+    dir: &VmDir,
+    begin: Begin,
+    state: Option<OwnedFd>,
+) -> Result<Started, VmmError> {
+    dir.hand_over(spec.jail.uid, spec.jail.gid)?;
+    let (qmp, agent) = (dir.listen(QMP_SOCKET)?, dir.listen(AGENT_SOCKET)?);
+    let stream = dir.connect(QMP_SOCKET)?;
+    let args = args::build(config, spec, &Fds { qmp: qmp.as_raw_fd(), agent: agent.as_raw_fd() }, begin);
+    let disk_bytes = std::fs::metadata(dir.file(DISK)).map_err(dir.error("inspect", DISK))?.len();
+    let (said, stderr) = Said::listen(dir)?;
+    let process = process::spawn(SpawnSpec {
+        program: config.program.clone(),
+        args,
+        cwd: dir.path().to_owned(),
+        uid: spec.jail.uid,
+        gid: spec.jail.gid,
+        cgroup: spec.jail.cgroup.clone(),
+        output: Output::Fd(stderr),
+        limits: Rlimits {
+            open_files: Some(OPEN_FILES),
+            // No file of it may outgrow what it was given, whatever becomes of QEMU.
+            file_size_bytes: Some(disk_bytes.max(u64::from(spec.memory_mib) << 20)),
+        },
+        inherited: [Some(qmp), Some(agent), state].into_iter().flatten().collect(),
+    })?;
+    Ok(Started { process, qmp: Qmp::new(stream), said })
+}
+
+/// Waits for `act`, and kills a QEMU for which it fails: nothing half-started is left.
+async fn or_kill<T>(started: &Started, act: impl Future<Output = Result<T, VmmError>>) -> Result<T, VmmError> {
+    let result = tokio::select! {
+        result = act => result,
+        exit = started.process.wait() => Err(died(started, exit).await),
+    };
+    match result {
+        Err(VmmError::Disconnected { .. }) => {
+            started.process.kill()?;
+            Err(died(started, started.process.wait().await).await)
+        }
+        Err(error) => {
+            started.process.kill()?;
+            started.process.wait().await;
+            Err(error)
+        }
+        fine => fine,
+    }
+}
+
+async fn died(started: &Started, exit: process::Exit) -> VmmError {
+    // Its last words may still be in the pipe.
+    tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    VmmError::Died { reason: exit_reason(exit, None), said: started.said.text() }
+}
+
+/// What every connection begins with. The capabilities serve both saving and loading.
+async fn negotiate(qmp: &Qmp) -> Result<Vec<super::qmp::Pending>, VmmError> {
+    let on = |name: &str| json!({"capability": name, "state": true});
+    let capabilities = json!({"capabilities": [on("x-ignore-shared"), on("events")]});
+    Ok(vec![
+        qmp.send("qmp_capabilities", Value::Null, None).await?,
+        qmp.send("migrate-set-capabilities", capabilities, None).await?,
+    ])
+}
+
+pub(super) async fn boot(config: &QemuConfig, spec: &VmSpec, dir: &VmDir) -> Result<QemuVm, VmmError> {
+    for file in [&spec.kernel, &spec.initramfs] {
+        std::fs::metadata(file).map_err(|source| VmmError::File { action: "find", path: file.clone(), source })?;
+    }
+    dir.create_memory(u64::from(spec.memory_mib) << 20)?;
+    let started = start(config, spec, dir, Begin::Boot, None).await?;
+    or_kill(&started, async {
+        for pending in negotiate(&started.qmp).await? {
+            pending.answer().await?;
+        }
+        Ok(())
+    })
+    .await?;
+    Ok(QemuVm::new(dir.clone(), started.process, started.qmp))
+}
+
+pub(super) async fn restore(
+    config: &QemuConfig,
+    spec: &VmSpec,
+    dir: &VmDir,
+    then: AfterRestore,
+) -> Result<QemuVm, VmmError> {
+    let state: OwnedFd = dir.open(DEVICE_STATE, OpenOptions::new().read(true))?.into();
+    let uri = format!("fd:{}", state.as_raw_fd());
+    let started = start(config, spec, dir, Begin::Incoming, Some(state)).await?;
+    let loaded = or_kill(&started, async {
+        let mut pending = negotiate(&started.qmp).await?;
+        pending.push(started.qmp.send("migrate-incoming", json!({"uri": uri}), None).await?);
+        for pending in pending {
+            pending.answer().await?;
+        }
+        if !started.qmp.migrated("migrate-incoming").await? {
+            return Err(VmmError::BadState { message: started.said.text() });
+        }
+        if then == AfterRestore::Run {
+            started.qmp.call("cont", Value::Null).await?;
+        }
+        Ok(())
+    });
+    match loaded.await {
+        // QEMU ends by itself when a state does not fit.
+        Err(VmmError::Died { reason: crate::ExitReason::Failed { .. }, said }) => {
+            Err(VmmError::BadState { message: said })
+        }
+        other => other,
+    }?;
+    Ok(QemuVm::new(dir.clone(), started.process, started.qmp))
+}
+
+pub(super) async fn adopt(dir: &VmDir, identity: ProcessIdentity) -> Result<QemuVm, VmmError> {
+    let process = process::open_existing(identity)?;
+    let qmp = Qmp::new(dir.connect(QMP_SOCKET)?);
+    for pending in negotiate(&qmp).await? {
+        pending.answer().await?;
+    }
+    let status = qmp.call("query-status", Value::Null).await?;
+    let vm = QemuVm::new(dir.clone(), process, qmp);
+    if status["status"] == "shutdown" {
+        vm.note_shutdown();
+    }
+    Ok(vm)
+}
