@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use rustix::fs::SeekFrom;
+use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -44,7 +44,7 @@ pub fn file_sha256_sparse(path: &Path, progress: &dyn Progress) -> Result<String
             let piece = &mut buf[..want];
             file.read_exact_at(piece, at).ctx(what)?;
             for (i, block) in piece.chunks(BLOCK as usize).enumerate() {
-                if block.iter().any(|b| *b != 0) {
+                if !is_zero(block) {
                     hash.update((at + i as u64 * BLOCK).to_le_bytes());
                     hash.update(block);
                 }
@@ -54,6 +54,51 @@ pub fn file_sha256_sparse(path: &Path, progress: &dyn Progress) -> Result<String
         }
     }
     Ok(hex(&hash.finalize()))
+}
+
+/// Whether a piece of up to 64 KiB is all zeros. A comparison: quick also without optimisation.
+pub(crate) fn is_zero(piece: &[u8]) -> bool {
+    static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+    ZEROS.get(..piece.len()) == Some(piece)
+}
+
+/// Gives zeros back to the file system, written ones (in pieces of 64 KiB) and space that was only
+/// reserved. The content stays the same.
+pub(crate) fn dig_holes(file: &File, progress: &dyn Progress) -> std::io::Result<()> {
+    const PIECE: u64 = 64 << 10;
+    let punch = |from: u64, to: u64| {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match to > from {
+            true => rustix::fs::fallocate(file, flags, from, to - from),
+            false => Ok(()),
+        }
+    };
+    let size = file.metadata()?.len();
+    let mut buf = vec![0u8; PIECE as usize];
+    let mut at = 0;
+    while at < size && !progress.cancelled() {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) => data,
+            Err(Errno::NXIO) => size,
+            Err(e) => return Err(e.into()),
+        };
+        punch(at, data)?;
+        if data == size {
+            break;
+        }
+        let end = rustix::fs::seek(file, SeekFrom::Hole(data))?;
+        at = data;
+        while at < end {
+            let next = (at + 1).next_multiple_of(PIECE).min(end);
+            let piece = &mut buf[..usize::try_from(next - at).unwrap_or(0)];
+            file.read_exact_at(piece, at)?;
+            if is_zero(piece) {
+                punch(at, next)?;
+            }
+            at = next;
+        }
+    }
+    Ok(())
 }
 
 /// One file of a template.

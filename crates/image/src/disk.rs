@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
+use crate::digest::dig_holes;
 use crate::error::{ImageError, IoContext, Result};
 use crate::progress::{self, Progress};
 use crate::tool::Tool;
@@ -151,6 +152,11 @@ pub fn make(root: &Path, output: &Path, options: &DiskOptions, progress: &dyn Pr
         }
         Err(e) => return Err(e),
     }
+    // The journal is written as zeros; each template would keep them for ever. Only a saving:
+    // a file system that cannot do it makes no difference to the disk.
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(&part.path);
+    let _ = file.and_then(|f| dig_holes(&f, progress));
+    progress::check(progress)?;
     part.keep(output)
 }
 

@@ -13,9 +13,10 @@ use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};
 
+use crate::digest::is_zero;
 use crate::error::{ImageError, IoContext, Result, show};
 use crate::progress::{self, Progress};
-use crate::rootfs::{self, MAX_NAME_BYTES, RootDir};
+use crate::rootfs::{self, RootDir};
 use crate::tarball::{Entry, Kind, TarReader};
 
 const WHITEOUT: &[u8] = b".wh.";
@@ -246,7 +247,7 @@ impl<'a> Extractor<'a> {
 
     /// Zeros become holes: images are full of them and the disk is sparse.
     fn write_piece(&mut self, file: &mut std::fs::File, data: &[u8]) -> std::io::Result<()> {
-        if data.len() >= 4096 && data.iter().all(|b| *b == 0) {
+        if data.len() >= 4096 && is_zero(data) {
             let len = i64::try_from(data.len()).unwrap_or(0);
             return file.seek(SeekFrom::Current(len)).map(|_| ());
         }
@@ -273,16 +274,16 @@ impl<'a> Extractor<'a> {
         if base != OPAQUE && base.starts_with(WHITEOUT_META) {
             return Ok(()); // Bookkeeping of a union file system, no content.
         }
+        let name = &base[WHITEOUT.len()..];
+        if matches!(name, b"" | b"." | b"..") {
+            return Err(ImageError::UnsafePath { path: show(base), why: "a whiteout of no file" });
+        }
         let Some(dir) = self.root.walk(parents, false)? else {
             return Ok(());
         };
         layer.last_parent = None;
         if base == OPAQUE {
             return purge_children(&dir.fd, &dir.canonical, layer);
-        }
-        let name = &base[WHITEOUT.len()..];
-        if matches!(name, b"" | b"." | b"..") || name.len() > MAX_NAME_BYTES {
-            return Err(ImageError::UnsafePath { path: show(base), why: "a whiteout of no file" });
         }
         purge(&dir.fd, &dir.canonical, name, layer)
     }
