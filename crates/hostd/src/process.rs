@@ -162,7 +162,7 @@ pub fn open_existing(identity: ProcessIdentity) -> Result<VmmProcess, ProcessErr
     let pid = identity.pid;
     let pidfd = open_pidfd(pid).map_err(|_| ProcessError::Gone { pid })?;
     // The pidfd was opened first: if the start time still matches now, it is on the right process.
-    if start_time(pid).ok() != Some(identity.start_time) {
+    if start_time(pid).ok() != Some(identity.start_time) || has_ended(&pidfd) {
         return Err(ProcessError::Gone { pid });
     }
     VmmProcess::watch(identity, pidfd, false)
@@ -190,9 +190,7 @@ impl VmmProcess {
 
     /// Whether it has not ended yet.
     pub fn is_alive(&self) -> bool {
-        let mut poll = [nix::poll::PollFd::new(self.pidfd.as_fd(), nix::poll::PollFlags::POLLIN)];
-        // A pidfd becomes readable at the end of its process.
-        nix::poll::poll(&mut poll, nix::poll::PollTimeout::ZERO) == Ok(0)
+        !has_ended(&self.pidfd)
     }
 
     /// Sends SIGKILL. No error when it has ended already.
@@ -209,6 +207,12 @@ impl VmmProcess {
         // An error means that the runtime that watched is shutting down: then nobody learns more.
         exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit).unwrap_or(Exit::Unknown)
     }
+}
+
+/// Whether the process is dead, reaped or not: its pidfd becomes readable then.
+fn has_ended(pidfd: &OwnedFd) -> bool {
+    let mut poll = [nix::poll::PollFd::new(pidfd.as_fd(), nix::poll::PollFlags::POLLIN)];
+    nix::poll::poll(&mut poll, nix::poll::PollTimeout::ZERO) != Ok(0)
 }
 
 fn reap(pidfd: &OwnedFd) -> Exit {

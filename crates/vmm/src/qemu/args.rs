@@ -22,7 +22,10 @@ pub(super) struct Fds {
 /// What the process is to begin with.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Begin {
-    Boot,
+    /// With the rate of the time stamp counter, where the guest cannot ask for it.
+    Boot {
+        tsc_khz: Option<u64>,
+    },
     Incoming,
 }
 
@@ -31,13 +34,13 @@ fn escape(text: &str) -> String {
     text.replace(',', ",,")
 }
 
-fn kernel_cmdline(config: &QemuConfig, spec: &VmSpec) -> String {
+fn kernel_cmdline(spec: &VmSpec, tsc_khz: Option<u64>) -> String {
     // The guest's reset ends the VM, so a panic and a reboot do. Neither probes nor waits for what the machine lacks.
     let mut line =
         String::from("console=ttyS0 quiet panic=-1 reboot=t tsc=reliable random.trust_cpu=on cryptomgr.notests");
-    if matches!(config.accel, Accel::Tcg { .. }) {
+    if let Some(khz) = tsc_khz {
         // Emulation does not speculate; what works around it only costs there.
-        line.push_str(" mitigations=off no_timer_check");
+        line.push_str(&format!(" tsc_early_khz={khz} no_timer_check mitigations=off"));
     }
     if !spec.cmdline.is_empty() {
         line.push(' ');
@@ -56,10 +59,7 @@ pub(super) fn build(config: &QemuConfig, spec: &VmSpec, fds: &Fds, begin: Begin)
     let mut add = |words: &[&str]| args.extend(words.iter().map(|word| (*word).to_owned()));
     add(&["-name", "space", "-no-user-config", "-nodefaults", "-display", "none", "-nic", "none"]);
     add(&["-no-reboot", "-no-shutdown"]);
-    add(&[
-        "-machine",
-        "microvm,acpi=on,rtc=on,pic=on,pit=on,isa-serial=on,usb=off,x-option-roms=off,memory-backend=ram",
-    ]);
+    add(&["-machine", "microvm,acpi=on,rtc=on,pic=off,pit=off,isa-serial=on,usb=off,memory-backend=ram"]);
     add(&["-accel", &accel, "-cpu", cpu, "-smp", &spec.vcpus.to_string(), "-m", &format!("{memory}M")]);
     add(&["-object", &format!("memory-backend-file,id=ram,size={memory}M,mem-path={MEMORY},share=on,dump=off")]);
     add(&["-global", "virtio-mmio.force-legacy=false"]);
@@ -76,9 +76,9 @@ pub(super) fn build(config: &QemuConfig, spec: &VmSpec, fds: &Fds, begin: Begin)
     add(&["-chardev", &format!("socket,id=qmp,fd={},server=on,wait=off", fds.qmp), "-mon", "chardev=qmp,mode=control"]);
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
     match begin {
-        Begin::Boot => {
+        Begin::Boot { tsc_khz } => {
             let (kernel, initramfs) = (spec.kernel.to_string_lossy(), spec.initramfs.to_string_lossy());
-            add(&["-kernel", &kernel, "-initrd", &escape(&initramfs), "-append", &kernel_cmdline(config, spec)]);
+            add(&["-kernel", &kernel, "-initrd", &escape(&initramfs), "-append", &kernel_cmdline(spec, tsc_khz)]);
         }
         Begin::Incoming => add(&["-S", "-incoming", "defer"]),
     }

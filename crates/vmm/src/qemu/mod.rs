@@ -9,6 +9,7 @@ mod args;
 mod console;
 mod qmp;
 mod start;
+mod tsc;
 mod vm;
 
 pub use console::CONSOLE_LOG_BYTES;
@@ -56,11 +57,21 @@ impl Default for QemuConfig {
 pub struct Qemu {
     config: QemuConfig,
     version: OnceCell<String>,
+    /// Only for emulation: with hardware virtualization the guest asks the hypervisor.
+    tsc_khz: OnceCell<u64>,
 }
 
 impl Qemu {
     pub fn new(config: QemuConfig) -> Self {
-        Qemu { config, version: OnceCell::new() }
+        Qemu { config, version: OnceCell::new(), tsc_khz: OnceCell::new() }
+    }
+
+    async fn tsc_khz(&self) -> Option<u64> {
+        if self.config.accel == Accel::Kvm {
+            return None;
+        }
+        let measured = || async { tokio::task::spawn_blocking(tsc::measure_khz).await };
+        self.tsc_khz.get_or_try_init(measured).await.ok().copied()
     }
 
     fn check_program(&self) -> Result<(), VmmError> {
@@ -101,16 +112,17 @@ impl Driver for Qemu {
         let version = self.version().await?;
         // Saved states are stable within a minor version only as far as tried: take major.minor.
         let minor = version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".");
-        let accel = match self.config.accel {
-            Accel::Tcg { .. } => "tcg",
-            Accel::Kvm => "kvm",
+        let accel = match self.tsc_khz().await {
+            // In steps of 10 MHz: finer ones would tell one host from itself.
+            Some(khz) => format!("tcg{}", (khz + 5_000) / 10_000 * 10),
+            None => "kvm".to_owned(),
         };
         Ok(format!("qemu-{minor}-{accel}-layout{}", args::LAYOUT))
     }
 
     async fn boot(&self, spec: &VmSpec, dir: &VmDir) -> Result<Box<dyn Vm>, VmmError> {
         self.check_program()?;
-        Ok(Box::new(start::boot(&self.config, spec, dir).await?))
+        Ok(Box::new(start::boot(&self.config, spec, dir, self.tsc_khz().await).await?))
     }
 
     async fn restore(&self, spec: &VmSpec, dir: &VmDir, then: AfterRestore) -> Result<Box<dyn Vm>, VmmError> {

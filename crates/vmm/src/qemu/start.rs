@@ -9,9 +9,10 @@ use space_hostd::process::{self, Output, Rlimits, SpawnSpec, VmmProcess};
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 
+use super::PATIENCE;
 use super::QemuConfig;
 use super::args::{self, Begin, Fds};
-use super::qmp::Qmp;
+use super::qmp::{Qmp, within};
 use super::vm::{QemuVm, exit_reason};
 use crate::dir::{AGENT_SOCKET, DEVICE_STATE, DISK, QMP_SOCKET};
 use crate::{AfterRestore, ProcessIdentity, VmDir, VmSpec, VmmError};
@@ -123,12 +124,17 @@ async fn negotiate(qmp: &Qmp) -> Result<Vec<super::qmp::Pending>, VmmError> {
     ])
 }
 
-pub(super) async fn boot(config: &QemuConfig, spec: &VmSpec, dir: &VmDir) -> Result<QemuVm, VmmError> {
+pub(super) async fn boot(
+    config: &QemuConfig,
+    spec: &VmSpec,
+    dir: &VmDir,
+    tsc_khz: Option<u64>,
+) -> Result<QemuVm, VmmError> {
     for file in [&spec.kernel, &spec.initramfs] {
         std::fs::metadata(file).map_err(|source| VmmError::File { action: "find", path: file.clone(), source })?;
     }
     dir.create_memory(u64::from(spec.memory_mib) << 20)?;
-    let started = start(config, spec, dir, Begin::Boot, None).await?;
+    let started = start(config, spec, dir, Begin::Boot { tsc_khz }, None).await?;
     or_kill(&started, async {
         for pending in negotiate(&started.qmp).await? {
             pending.answer().await?;
@@ -155,7 +161,9 @@ pub(super) async fn restore(
             pending.answer().await?;
         }
         if !started.qmp.migrated("migrate-incoming").await? {
-            return Err(VmmError::BadState { message: started.said.text() });
+            // It says why and then ends by itself.
+            let end = within("the end", PATIENCE, started.process.wait()).await?;
+            return Err(died(&started, end).await);
         }
         if then == AfterRestore::Run {
             started.qmp.call("cont", Value::Null).await?;

@@ -93,7 +93,10 @@ impl Bench {
         let dir = VmDir::new(path);
         let vm = self.driver.boot(&self.spec("boot"), &dir).await.unwrap();
         let mut agent = Agent::connect(&*vm).await;
-        assert!(agent.ask("ping").await.starts_with("pong "));
+        if tokio::time::timeout(Duration::from_secs(25), agent.ask("ping")).await.is_err() {
+            vm.drain_console().await.unwrap();
+            panic!("the guest is not up: {}", std::fs::read_to_string(dir.file("console.log")).unwrap_or_default());
+        }
         vm.sync_ahead().await.unwrap();
         vm.save(SaveKind::Full).await.unwrap();
         self.pool.snapshot((Area::Tmp, "boot"), (Area::Templates, "t"), true).unwrap();
