@@ -49,7 +49,8 @@ pub fn build(request: &BuildRequest, progress: &dyn Progress) -> Result<Built> {
     // Before anything is fetched.
     let disk_bytes = request.disk.rounded_bytes()?;
     let limits = Limits::for_disk(disk_bytes);
-    let work = Work::prepare(&request.work_dir)?;
+    let work_dir = std::path::absolute(&request.work_dir).ctx(|| format!("find {}", request.work_dir.display()))?;
+    let work = Work::prepare(&work_dir)?;
     let rootfs = work.dir("rootfs", 0o755)?;
     let mut config = ImageConfig::default();
     let mut image_digest = None;

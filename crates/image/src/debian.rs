@@ -111,7 +111,9 @@ pub(crate) fn build(source: &DebianSource, work: &Path, root: &Path, progress: &
         .env("HOME", "/root")
         .env("TMPDIR", work)
         .env("DEBIAN_FRONTEND", "noninteractive")
-        .timeout(BUILD_TIMEOUT);
+        .timeout(BUILD_TIMEOUT)
+        // It mounts /proc and /sys of the host into the new root.
+        .isolated();
     for key in ["http_proxy", "https_proxy", "no_proxy"] {
         if let Some(value) = std::env::var_os(key) {
             tool = tool.env(key, value);

@@ -133,6 +133,9 @@ fn needed(disk: u64, content: Content) -> u64 {
 /// at all. `output` must be on a file system that can hold sparse files.
 pub fn make(root: &Path, output: &Path, options: &DiskOptions, progress: &dyn Progress) -> Result<()> {
     let bytes = options.rounded_bytes()?;
+    // The program runs in another directory.
+    let absolute = |p: &Path| std::path::absolute(p).ctx(|| format!("find {}", p.display()));
+    let (root, output) = (&absolute(root)?, &absolute(output)?);
     let content = measure(root, progress)?;
     let needed_bytes = needed(bytes, content).next_multiple_of(ALIGN_BYTES);
     if needed_bytes > bytes {
