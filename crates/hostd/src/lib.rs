@@ -6,7 +6,9 @@
 
 pub mod btrfs;
 pub mod cgroup;
+mod kvm;
 pub mod pool;
+pub mod probe;
 pub mod process;
 mod spawn;
 pub mod uids;

@@ -118,6 +118,14 @@ impl Inner {
             let message = info["error-desc"].as_str().unwrap_or("no reason given").chars().take(500).collect();
             return Err(VmmError::Refused { command: "migrate", message });
         }
+        // Its event comes a moment before QEMU lets the VM go on.
+        let finalized = async {
+            while self.run_state().await? == "finish-migrate" {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            Ok::<(), VmmError>(())
+        };
+        within("the end of a save", END_PATIENCE, finalized).await??;
         let renamed = std::fs::rename(self.dir.file(NEW_STATE), self.dir.file(DEVICE_STATE));
         renamed.map_err(self.dir.error("put in place", DEVICE_STATE))
     }
