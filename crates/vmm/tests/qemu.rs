@@ -170,3 +170,39 @@ async fn a_flooding_guest_stays_bounded_and_a_lost_connection_is_replaced() {
     end(&*vm).await;
     bench.assert_nothing_left();
 }
+
+/// Prints what the parts cost; the bound is one that only a fault exceeds, since tests share their processors.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_restore_costs() {
+    let Some(bench) = Bench::new("cost") else { return };
+    bench.template().await;
+    for round in 0..8 {
+        let name = format!("r{round}");
+        let (dir, spec) = (bench.sandbox(&name), bench.spec(&name));
+        let begun = Instant::now();
+        let vm = bench.driver.restore(&spec, &dir, AfterRestore::Run).await.unwrap();
+        let running = begun.elapsed();
+        let mut agent = Agent::connect(&*vm).await;
+        agent.counter().await;
+        let answered = begun.elapsed();
+        agent.counter().await;
+        let again = begun.elapsed() - answered;
+        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", vm.identity().pid)).unwrap();
+        let pss = smaps.lines().find(|line| line.starts_with("Pss:")).unwrap_or_default().to_owned();
+        let begun = Instant::now();
+        vm.pause().await.unwrap();
+        vm.resume().await.unwrap();
+        let cycle = begun.elapsed();
+        let begun = Instant::now();
+        vm.save(SaveKind::Full).await.unwrap();
+        let saved = begun.elapsed();
+        vm.resume().await.unwrap();
+        let state = std::fs::metadata(dir.file("device.state")).unwrap().len();
+        eprintln!(
+            "running {running:?}, answered {answered:?}, next answer {again:?}, pause+resume {cycle:?}, save {saved:?}, state {state} bytes, {pss}"
+        );
+        assert!(running < Duration::from_secs(5), "{running:?}");
+        end(&*vm).await;
+    }
+    bench.assert_nothing_left();
+}

@@ -62,7 +62,7 @@ pub(super) fn build(config: &QemuConfig, spec: &VmSpec, fds: &Fds, begin: Begin)
     add(&["-machine", "microvm,acpi=on,rtc=on,pic=off,pit=off,isa-serial=on,usb=off,memory-backend=ram"]);
     add(&["-accel", &accel, "-cpu", cpu, "-smp", &spec.vcpus.to_string(), "-m", &format!("{memory}M")]);
     add(&["-object", &format!("memory-backend-file,id=ram,size={memory}M,mem-path={MEMORY},share=on,dump=off")]);
-    add(&["-global", "virtio-mmio.force-legacy=false"]);
+    add(&["-global", "virtio-mmio.force-legacy=false", "-global", "migration.x-events=on"]);
     let disk = format!(
         "driver=file,node-name=file,filename={DISK},aio=threads,cache.direct=off,cache.no-flush=off,discard=unmap,locking=off"
     );
