@@ -428,6 +428,14 @@ pub struct ApiKeyList {
     pub keys: Vec<ApiKey>,
 }
 
+/// GET /v1/health
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Health {
+    /// ok
+    pub status: String,
+    pub version: String,
+}
+
 /// GET /v1/info
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ServerInfo {
