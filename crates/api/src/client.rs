@@ -71,6 +71,9 @@ impl Client {
         let key = match key {
             None => None,
             Some(key) => {
+                if !key.trim().bytes().all(|b| b.is_ascii_graphic()) {
+                    return Err(ClientError::BadKey);
+                }
                 let mut value =
                     http::HeaderValue::try_from(format!("Bearer {}", key.trim())).map_err(|_| ClientError::BadKey)?;
                 value.set_sensitive(true);
