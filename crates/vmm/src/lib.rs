@@ -194,6 +194,9 @@ pub trait Vm: Send + Sync {
     /// until that happens. Bytes the guest sent to an earlier stream may still arrive first.
     async fn agent(&self) -> Result<UnixStream, VmmError>;
 
+    /// The VM's folder was renamed to this one.
+    fn moved(&self, dir: &VmDir);
+
     /// Moves what the guest wrote to its console since the last call into `console.log`, whose size stays bounded.
     async fn drain_console(&self) -> Result<(), VmmError>;
 }

@@ -1,7 +1,7 @@
 //! A QEMU that runs: the verbs, and the task that notices its end.
 
 use std::fs::OpenOptions;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -23,7 +23,8 @@ const END_PATIENCE: Duration = Duration::from_secs(10);
 const MISSED: &str = "missed";
 
 struct Inner {
-    dir: VmDir,
+    /// Where the folder is now: a parked VM's is renamed when a sandbox takes it.
+    dir: RwLock<VmDir>,
     process: VmmProcess,
     qmp: Qmp,
     /// One save at a time, and no resume in the midst of it.
@@ -67,7 +68,7 @@ async fn supervise(inner: Arc<Inner>, mut missed: watch::Receiver<bool>, exit: w
         seen = seen.wait_for(|seen| seen.shutdown.is_some()) => seen.ok().and_then(|seen| seen.shutdown.clone()),
     };
     if shutdown.is_some() && inner.process.is_alive() {
-        if let Err(error) = console::drain(&inner.qmp, &inner.dir).await {
+        if let Err(error) = console::drain(&inner.qmp, &inner.dir()).await {
             tracing::debug!(%error, "the console of a guest that shut down is lost");
         }
         // It may be gone before it answers, and one that does not obey is killed.
@@ -82,7 +83,7 @@ async fn supervise(inner: Arc<Inner>, mut missed: watch::Receiver<bool>, exit: w
 
 impl QemuVm {
     pub(super) fn new(dir: VmDir, process: VmmProcess, qmp: Qmp) -> Self {
-        let inner = Arc::new(Inner { dir, process, qmp, verbs: tokio::sync::Mutex::new(()) });
+        let inner = Arc::new(Inner { dir: RwLock::new(dir), process, qmp, verbs: tokio::sync::Mutex::new(()) });
         let (exit_sender, exit) = watch::channel(None);
         let missed_shutdown = watch::Sender::new(false);
         let supervisor = tokio::spawn(supervise(inner.clone(), missed_shutdown.subscribe(), exit_sender));
@@ -96,6 +97,10 @@ impl QemuVm {
 }
 
 impl Inner {
+    fn dir(&self) -> VmDir {
+        self.dir.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     async fn run_state(&self) -> Result<String, VmmError> {
         let status = self.qmp.call("query-status", Value::Null).await?;
         Ok(status["status"].as_str().unwrap_or_default().chars().take(64).collect())
@@ -104,7 +109,7 @@ impl Inner {
     /// Lets QEMU write the device state into a new file and puts it in place.
     async fn write_state(&self) -> Result<(), VmmError> {
         let options = &mut OpenOptions::new();
-        let file = self.dir.open(NEW_STATE, options.write(true).create(true).truncate(true))?;
+        let file = self.dir().open(NEW_STATE, options.write(true).create(true).truncate(true))?;
         self.qmp.reset_migration();
         // All three are on their way at once; the answers come in order.
         let stop = self.qmp.send("stop", Value::Null, None).await?;
@@ -126,14 +131,14 @@ impl Inner {
             Ok::<(), VmmError>(())
         };
         within("the end of a save", END_PATIENCE, finalized).await??;
-        let renamed = std::fs::rename(self.dir.file(NEW_STATE), self.dir.file(DEVICE_STATE));
-        renamed.map_err(self.dir.error("put in place", DEVICE_STATE))
+        let renamed = std::fs::rename(self.dir().file(NEW_STATE), self.dir().file(DEVICE_STATE));
+        renamed.map_err(self.dir().error("put in place", DEVICE_STATE))
     }
 
     /// After a save that failed: back to what the VM did before.
     async fn recover(&self, was_running: bool, error: VmmError) -> SaveError {
         // A leftover is replaced by the next save and never read.
-        let _ = std::fs::remove_file(self.dir.file(NEW_STATE));
+        let _ = std::fs::remove_file(self.dir().file(NEW_STATE));
         let back = if was_running { self.qmp.call("cont", Value::Null).await.map(drop) } else { Ok(()) };
         match (back, self.run_state().await.as_deref()) {
             (Ok(()), Ok("running")) if was_running => SaveError::Recoverable(error),
@@ -174,7 +179,7 @@ impl Vm for QemuVm {
     }
 
     async fn sync_ahead(&self) -> Result<(), VmmError> {
-        let dir = self.inner.dir.clone();
+        let dir = self.inner.dir().clone();
         let synced = tokio::task::spawn_blocking(move || {
             [MEMORY, DISK].into_iter().try_for_each(|name| {
                 let file = dir.open(name, OpenOptions::new().read(true))?;
@@ -213,10 +218,14 @@ impl Vm for QemuVm {
     }
 
     async fn agent(&self) -> Result<UnixStream, VmmError> {
-        self.inner.dir.connect(AGENT_SOCKET)
+        self.inner.dir().connect(AGENT_SOCKET)
+    }
+
+    fn moved(&self, dir: &VmDir) {
+        *self.inner.dir.write().unwrap_or_else(PoisonError::into_inner) = dir.clone();
     }
 
     async fn drain_console(&self) -> Result<(), VmmError> {
-        console::drain(&self.inner.qmp, &self.inner.dir).await
+        console::drain(&self.inner.qmp, &self.inner.dir()).await
     }
 }

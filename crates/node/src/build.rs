@@ -1,0 +1,384 @@
+//! Making a template: a disk, a boot, the warm-up, the freeze.
+//!
+//! ```text
+//! source ─▶ disk.img ─▶ boot ─▶ daemon answers ─▶ start command ─▶ ready ─▶ warm-up ─▶ quiesce ─▶ save ─▶ digest ─▶ publish
+//! ```
+//! Everything happens under `tmp/` of the pool and in a work folder beside it; the last step is one read-only snapshot
+//! under the digest's name. A build that fails, is cancelled or dies leaves nothing that has a name.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use space_core::limits;
+use space_hostd::pool::Area;
+use space_image::digest::{self, ManifestEntry};
+use space_image::{BuildRequest, Built, DiskOptions, Progress, RegistryOptions};
+use space_proto::guest::{ExitReason, GetProcessRequest, ProcessRef, ProcessSpec, ReserveRequest};
+use space_proto::node::build_event::Kind;
+use space_proto::node::{BuildError, BuildEvent, BuildProgress, BuildTemplateRequest, TemplateOptions};
+use space_vmm::{SaveKind, Vm, VmDir, dir};
+use tokio::sync::mpsc;
+use tonic::Status;
+
+use crate::NodeError;
+use crate::guest::Guest;
+use crate::run::{self, SlotGuard, unix_ms};
+use crate::runs::Runs;
+use crate::template::{self, Meta, Template};
+use crate::warm::{quiesce, run_once};
+
+/// A kernel and its daemon under emulation, beside a busy server.
+const BOOT_PATIENCE: Duration = Duration::from_secs(300);
+const READY_DEFAULT: Duration = Duration::from_secs(120);
+const READY_MAX: Duration = Duration::from_secs(3600);
+const READY_PAUSE: Duration = Duration::from_millis(300);
+const TAIL_BYTES: usize = 2000;
+
+type Events = mpsc::Sender<Result<BuildEvent, Status>>;
+
+/// Begins a build. The receiver gives progress, then one result or error; dropping it cancels.
+pub fn start(runs: Arc<Runs>, request: BuildTemplateRequest) -> mpsc::Receiver<Result<BuildEvent, Status>> {
+    let (events, receiver) = mpsc::channel(64);
+    tokio::spawn(async move {
+        let report = Report { events: events.clone(), cancelled: Arc::new(AtomicBool::new(false)) };
+        let build = build(&runs, &request, &report);
+        let kind = match build.await {
+            Ok(template) => Kind::Result(template.info(runs.made_from(&template.digest))),
+            Err(error) => Kind::Error(BuildError { code: error.code().to_owned(), message: error.text() }),
+        };
+        let _ = events.send(Ok(BuildEvent { kind: Some(kind) })).await;
+    });
+    receiver
+}
+
+/// Passes progress on; never waits for a slow reader.
+struct Report {
+    events: Events,
+    cancelled: Arc<AtomicBool>,
+}
+
+impl Progress for Report {
+    fn step(&self, text: &str) {
+        let progress = BuildProgress { step: text.to_owned(), done: 0, total: 0 };
+        let _ = self.events.try_send(Ok(BuildEvent { kind: Some(Kind::Progress(progress)) }));
+    }
+
+    fn bytes(&self, done: u64, total: Option<u64>) {
+        let progress = BuildProgress { step: String::new(), done, total: total.unwrap_or(0) };
+        let _ = self.events.try_send(Ok(BuildEvent { kind: Some(Kind::Progress(progress)) }));
+    }
+
+    fn cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed) || self.events.is_closed()
+    }
+}
+
+/// The options with every default filled in, or why they make no sense.
+fn checked(options: TemplateOptions, runs: &Runs) -> Result<TemplateOptions, NodeError> {
+    let or = |value: u32, default: u32| if value == 0 { default } else { value };
+    let filled = TemplateOptions {
+        memory_mib: or(options.memory_mib, limits::MEMORY_DEFAULT_MIB),
+        vcpus: or(options.vcpus, limits::VCPUS_DEFAULT),
+        disk_bytes: if options.disk_bytes == 0 { limits::DISK_DEFAULT_BYTES } else { options.disk_bytes },
+        ..options
+    };
+    let fault = if !(limits::MEMORY_MIN_MIB..=limits::MEMORY_MAX_MIB).contains(&filled.memory_mib) {
+        format!("memory must be {} to {} MiB", limits::MEMORY_MIN_MIB, limits::MEMORY_MAX_MIB)
+    } else if filled.vcpus > limits::VCPUS_MAX.min(runs.config.cpus * 4) {
+        format!("this node has {} CPUs; at most four times as many virtual ones", runs.config.cpus)
+    } else if !(limits::DISK_MIN_BYTES..=limits::DISK_MAX_BYTES).contains(&filled.disk_bytes) {
+        "a disk has 64 MiB to 1 TiB".to_owned()
+    } else {
+        return Ok(filled);
+    };
+    Err(NodeError::Invalid(fault))
+}
+
+/// Folders of one build, removed whatever happens.
+struct Scratch {
+    runs: Arc<Runs>,
+    name: String,
+    work: PathBuf,
+}
+
+impl Scratch {
+    fn new(runs: &Arc<Runs>) -> Result<Self, NodeError> {
+        let name = format!("build-{}", uuid::Uuid::new_v4().simple());
+        // Not in the pool: it is mounted without devices and programs, and a root file system has both.
+        let work = runs.config.data_dir.join("build").join(&name);
+        let parent = work.parent().unwrap_or(Path::new("/"));
+        std::fs::create_dir_all(parent).map_err(NodeError::io(format!("create {}", parent.display())))?;
+        Ok(Self { runs: runs.clone(), name, work })
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.work);
+        if let Err(error) = self.runs.config.pool.delete(Area::Tmp, &self.name) {
+            tracing::warn!(%error, "the remains of a build are left for the next start");
+        }
+    }
+}
+
+async fn build(runs: &Arc<Runs>, request: &BuildTemplateRequest, report: &Report) -> Result<Arc<Template>, NodeError> {
+    let source = space_image::source::parse(&request.source)?;
+    let options = checked(request.options.clone().unwrap_or_default(), runs)?;
+    report.step("waiting for another build");
+    let _turn = runs.builds.acquire().await.map_err(|_| NodeError::Cancelled)?;
+    crate::capacity::check_pool(&runs.config.pool, runs.config.pool_reserve_bytes + (512 << 20))?;
+    let scratch = Scratch::new(runs)?;
+    let folder = runs.config.pool.create(Area::Tmp, &scratch.name)?;
+    let id = uuid::Uuid::new_v5(&uuid::Uuid::NAMESPACE_URL, request.source.as_bytes());
+    let image = BuildRequest {
+        source,
+        work_dir: scratch.work.clone(),
+        disk_path: folder.join(dir::DISK),
+        disk: DiskOptions::new(options.disk_bytes, id, id),
+        registry: RegistryOptions { plain_http: request.insecure_registry, ..RegistryOptions::default() },
+    };
+    let progress = Report { events: report.events.clone(), cancelled: report.cancelled.clone() };
+    let built = tokio::task::spawn_blocking(move || space_image::build(&image, &progress)).await;
+    let built = built.map_err(|_| NodeError::Cancelled)??;
+    let meta = meta(runs, request, &options, built).await?;
+    freeze(runs, &scratch, &folder, &options, &meta, report).await?;
+    publish(runs, &scratch, folder, meta, report).await
+}
+
+async fn meta(
+    runs: &Runs,
+    request: &BuildTemplateRequest,
+    options: &TemplateOptions,
+    built: Built,
+) -> Result<Meta, NodeError> {
+    let driver = &runs.config.driver;
+    let mut env = built.config.env;
+    env.extend(options.env.clone());
+    let or = |own: &str, image: String| if own.is_empty() { image } else { own.to_owned() };
+    Ok(Meta {
+        format: template::FORMAT,
+        source: request.source.clone(),
+        memory_mib: options.memory_mib,
+        vcpus: options.vcpus,
+        disk_bytes: options.disk_bytes,
+        disk_bytes_used: 0,
+        memory_bytes_used: 0,
+        start_command: options.start_command.clone(),
+        ready_command: options.ready_command.clone(),
+        user: or(&options.user, built.config.user),
+        workdir: or(&options.workdir, built.config.workdir),
+        env,
+        entrypoint: built.config.entrypoint,
+        cmd: built.config.cmd,
+        kernel: runs.config.kernel_version.clone(),
+        vmm: format!("{} {}", driver.name(), driver.version().await?),
+        compatibility: driver.compatibility().await?,
+        guest_protocol: space_proto::GUEST_PROTOCOL,
+        created_unix_ms: unix_ms(),
+    })
+}
+
+/// Boots the disk, brings the guest where it should be, and leaves memory, disk and device state of that instant.
+async fn freeze(
+    runs: &Arc<Runs>,
+    scratch: &Scratch,
+    folder: &Path,
+    options: &TemplateOptions,
+    meta: &Meta,
+    report: &Report,
+) -> Result<(), NodeError> {
+    let _promise = runs.memory.promise(options.memory_mib)?;
+    let slot = SlotGuard::take(&runs.slots)?;
+    let memory = run::limits(options.memory_mib, options.vcpus);
+    let name = scratch.name.clone();
+    let cgroup = runs.blocking(move |runs| Ok(runs.cgroups.create(&name, memory)?)).await?;
+    let spec = run::vm_spec(runs, options.memory_mib, options.vcpus, &slot, cgroup.clone());
+    report.step("booting the guest");
+    let booted = runs.config.driver.boot(&spec, &VmDir::new(folder)).await;
+    let outcome = match booted {
+        Ok(vm) => {
+            let vm: Arc<dyn Vm> = Arc::from(vm);
+            let outcome = tokio::select! {
+                outcome = settle(&vm, options, meta, report) => outcome,
+                exit = vm.wait() => Err(NodeError::Guest(format!("it ended while it was prepared: {exit}"))),
+                () = report.events.closed() => Err(NodeError::Cancelled),
+            };
+            let outcome = outcome.map_err(|error| with_console(error, folder));
+            vm.kill().await?;
+            vm.wait().await;
+            outcome
+        }
+        Err(error) => Err(error.into()),
+    };
+    runs.blocking(move |_| {
+        cgroup.kill()?;
+        Ok(cgroup.remove()?)
+    })
+    .await?;
+    outcome
+}
+
+/// From the kernel's first instruction to the saved state.
+async fn settle(vm: &Arc<dyn Vm>, options: &TemplateOptions, meta: &Meta, report: &Report) -> Result<(), NodeError> {
+    let template = Template { digest: String::new(), name: String::new(), meta: meta.clone() };
+    let refresh = run::refresh("template", HashMap::new(), &template)?;
+    let guest = Guest::refreshed(vm.clone(), None, 0, refresh, BOOT_PATIENCE).await;
+    let guest = match guest {
+        Ok(guest) => guest,
+        Err(error) => {
+            let _ = vm.drain_console().await;
+            return Err(error);
+        }
+    };
+    if !options.start_command.is_empty() {
+        report.step("running the start command");
+        let id = begin(&guest, &options.start_command).await?;
+        // One that fails at once is a fault of the template, not of each sandbox.
+        let ended = ended(&guest, &id, Duration::from_millis(200)).await?;
+        if let Some((code, tail)) = ended.filter(|(code, _)| *code != 0) {
+            return Err(NodeError::Guest(format!("the start command ended with status {code}: {tail}")));
+        }
+    }
+    if !options.ready_command.is_empty() {
+        report.step("waiting until the guest is ready");
+        ready(&guest, options).await?;
+    }
+    report.step("warming up");
+    for argv in [&["/bin/true"][..], &["/bin/sh", "-c", ":"], &["python3", "-c", "1"], &["/bin/sh", "-c", ":"]] {
+        run_once(&guest, argv).await?;
+    }
+    report.step("freezing the guest");
+    quiesce(&guest).await?;
+    vm.sync_ahead().await?;
+    drop(guest);
+    vm.save(SaveKind::Full).await?;
+    Ok(())
+}
+
+async fn begin(guest: &Guest, script: &str) -> Result<String, NodeError> {
+    let failed = |status: Status| NodeError::Guest(status.message().to_owned());
+    let spec = ProcessSpec { argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(), ..ProcessSpec::default() };
+    let id = space_core::CommandId::new().to_string();
+    let (mut client, _) = guest.client().await?;
+    let reserve = ReserveRequest { process_id: id.clone(), spec: Some(spec), expires_ms: 0 };
+    client.reserve(reserve).await.map_err(failed)?;
+    client.start(ProcessRef { process_id: id.clone() }).await.map_err(failed)?;
+    Ok(id)
+}
+
+/// Status and the end of the output, once it has ended within the time.
+async fn ended(guest: &Guest, id: &str, wait: Duration) -> Result<Option<(i32, String)>, NodeError> {
+    let failed = |status: Status| NodeError::Guest(status.message().to_owned());
+    let (mut client, _) = guest.client().await?;
+    let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+    let request = GetProcessRequest { process_id: id.to_owned(), wait_ms };
+    let info = client.get_process(request).await.map_err(failed)?.into_inner();
+    let Some(exit) = info.exit else { return Ok(None) };
+    let mut tail = if exit.reason == i32::from(ExitReason::StartFailed) { exit.message } else { String::new() };
+    let open = space_proto::guest::AttachOpen {
+        process_id: id.to_owned(),
+        offset: info.output_end.saturating_sub(TAIL_BYTES as u64).max(info.output_start),
+        read_only: true,
+        no_follow: true,
+    };
+    let open = space_proto::guest::AttachInput { kind: Some(space_proto::guest::attach_input::Kind::Open(open)) };
+    let mut output = client.attach(tokio_stream::once(open)).await.map_err(failed)?.into_inner();
+    while let Ok(Some(message)) = output.message().await {
+        if let Some(space_proto::guest::attach_output::Kind::Output(chunk)) = message.kind
+            && tail.len() < 2 * TAIL_BYTES
+        {
+            tail.push_str(&String::from_utf8_lossy(&chunk.data));
+        }
+    }
+    Ok(Some((exit.code, tail)))
+}
+
+async fn ready(guest: &Guest, options: &TemplateOptions) -> Result<(), NodeError> {
+    let limit = match options.ready_timeout_ms {
+        0 => READY_DEFAULT,
+        ms => Duration::from_millis(ms).min(READY_MAX),
+    };
+    let deadline = tokio::time::Instant::now() + limit;
+    loop {
+        let id = begin(guest, &options.ready_command).await?;
+        let last = ended(guest, &id, deadline.saturating_duration_since(tokio::time::Instant::now())).await?;
+        if matches!(last, Some((0, _))) {
+            return Ok(());
+        }
+        if tokio::time::Instant::now() >= deadline {
+            let said =
+                last.map_or_else(|| "it did not end".to_owned(), |(code, tail)| format!("status {code}: {tail}"));
+            return Err(NodeError::Guest(format!("the ready command never succeeded within {limit:?}; last: {said}")));
+        }
+        tokio::time::sleep(READY_PAUSE).await;
+    }
+}
+
+/// The end of the guest's console, which says why a kernel did not come up.
+fn with_console(error: NodeError, folder: &Path) -> NodeError {
+    let (text, _) = console(folder, TAIL_BYTES);
+    match (&error, text.is_empty()) {
+        (NodeError::Cancelled, _) | (_, true) => error,
+        _ => NodeError::Guest(format!("{}; its console ended with: {}", error.text(), String::from_utf8_lossy(&text))),
+    }
+}
+
+/// At most `max` bytes of the end of a console log, and whether there was more.
+pub fn console(folder: &Path, max: usize) -> (Vec<u8>, bool) {
+    use std::io::{Read as _, Seek as _, SeekFrom};
+    let Ok(mut file) = std::fs::File::open(folder.join(dir::CONSOLE_LOG)) else { return (Vec::new(), false) };
+    let len = file.metadata().map_or(0, |m| m.len());
+    let skip = len.saturating_sub(max as u64);
+    let mut text = Vec::new();
+    let read = file.seek(SeekFrom::Start(skip)).and_then(|_| file.take(max as u64).read_to_end(&mut text));
+    (if read.is_ok() { text } else { Vec::new() }, skip > 0)
+}
+
+async fn publish(
+    runs: &Arc<Runs>,
+    scratch: &Scratch,
+    folder: PathBuf,
+    mut meta: Meta,
+    report: &Report,
+) -> Result<Arc<Template>, NodeError> {
+    report.step("computing the digest");
+    let name = scratch.name.clone();
+    let progress = Report { events: report.events.clone(), cancelled: report.cancelled.clone() };
+    runs.blocking(move |runs| {
+        for left in [dir::CONSOLE_LOG, "qmp.sock", "agent.sock"] {
+            let _ = std::fs::remove_file(folder.join(left));
+        }
+        let mut entries = Vec::new();
+        for file in [dir::DISK, dir::MEMORY, dir::DEVICE_STATE] {
+            let path = folder.join(file);
+            let synced = std::fs::File::open(&path).and_then(|f| f.sync_all());
+            synced.map_err(NodeError::io(format!("sync {}", path.display())))?;
+            entries.push(ManifestEntry::of_file(file, &path, &progress)?);
+        }
+        meta.disk_bytes_used = used(&folder.join(dir::DISK));
+        meta.memory_bytes_used = used(&folder.join(dir::MEMORY));
+        let hex = digest::manifest(&entries, &meta.digested())?;
+        let text = serde_json::to_vec_pretty(&meta).expect("plain data");
+        let file = folder.join(template::FILE);
+        std::fs::write(&file, text)
+            .and_then(|()| std::fs::File::open(&file)?.sync_all())
+            .map_err(NodeError::io(format!("write {}", file.display())))?;
+        let digest = format!("sha256:{hex}");
+        match runs.config.pool.snapshot((Area::Tmp, &name), (Area::Templates, &hex), true) {
+            // The same content was built before; that one stays.
+            Ok(_) | Err(space_hostd::pool::PoolError::AlreadyExists(_)) => {}
+            Err(error) => return Err(error.into()),
+        }
+        runs.templates.get(&digest)
+    })
+    .await
+}
+
+/// Bytes that a sparse file really holds.
+fn used(path: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt as _;
+    std::fs::metadata(path).map_or(0, |m| m.blocks() * 512)
+}

@@ -1,0 +1,102 @@
+//! Why the node could not do a thing, and what that is for the caller.
+
+use std::io;
+
+use space_hostd::cgroup::CgroupError;
+use space_hostd::pool::PoolError;
+use space_image::ImageError;
+use space_proto::link::LinkError;
+use space_vmm::{SaveError, VmmError};
+use tonic::Status;
+
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    #[error("cannot listen on {address}: {source}; is another server running, or is the address not this machine's?")]
+    Listen { address: String, source: io::Error },
+    #[error("cannot {action}: {source}")]
+    Io { action: String, source: io::Error },
+    #[error("{0}")]
+    Invalid(String),
+    #[error("{0}")]
+    NotFound(String),
+    /// The caller's knowledge is older than the node's.
+    #[error("{0}")]
+    Stale(String),
+    #[error("{0}")]
+    InUse(String),
+    #[error("{0}")]
+    NoCapacity(String),
+    #[error("the template cannot be used by this node: {0}; build it again")]
+    Incompatible(String),
+    #[error("the guest did not come up: {0}")]
+    Guest(String),
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    #[error(transparent)]
+    Save(#[from] SaveError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error("the work was cancelled")]
+    Cancelled,
+}
+
+impl NodeError {
+    pub(crate) fn io(action: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+        let action = action.into();
+        move |source| Self::Io { action, source }
+    }
+
+    /// A stable word for the API.
+    pub(crate) fn code(&self) -> &'static str {
+        match self {
+            Self::Invalid(_) => "invalid_request",
+            Self::NotFound(_) | Self::Pool(PoolError::NotFound(_)) => "not_found",
+            Self::Stale(_) => "conflict",
+            Self::InUse(_) => "in_use",
+            Self::NoCapacity(_) | Self::Pool(PoolError::Full(_)) => "no_capacity",
+            Self::Incompatible(_) => "incompatible_template",
+            Self::Guest(_) | Self::Link(_) => "guest_failed",
+            Self::Image(ImageError::BadSource { .. } | ImageError::BadDiskSize { .. }) => "invalid_request",
+            Self::Image(ImageError::DoesNotFit { .. }) => "too_large",
+            Self::Image(_) => "image_failed",
+            Self::Vmm(_) | Self::Save(_) => "vmm_failed",
+            Self::Cancelled => "cancelled",
+            Self::Listen { .. } | Self::Io { .. } | Self::Pool(_) | Self::Cgroup(_) => "internal",
+        }
+    }
+
+    /// The whole chain in one line; no cause is said twice.
+    pub(crate) fn text(&self) -> String {
+        let mut text = self.to_string();
+        let mut source = std::error::Error::source(self);
+        while let Some(error) = source {
+            let next = error.to_string();
+            if !text.contains(&next) {
+                text.push_str(": ");
+                text.push_str(&next);
+            }
+            source = error.source();
+        }
+        text
+    }
+}
+
+impl From<NodeError> for Status {
+    fn from(error: NodeError) -> Self {
+        let text = error.text();
+        match error.code() {
+            "invalid_request" => Self::invalid_argument(text),
+            "not_found" => Self::not_found(text),
+            "conflict" | "in_use" | "incompatible_template" => Self::failed_precondition(text),
+            "no_capacity" => Self::resource_exhausted(text),
+            "cancelled" => Self::cancelled(text),
+            _ => Self::internal(text),
+        }
+    }
+}

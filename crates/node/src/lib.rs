@@ -1,0 +1,131 @@
+//! A node: the machine that runs sandboxes. It holds runs (VMs and their files), templates and the data plane.
+//!
+//! A node has no intent of its own: what should be is the control plane's, which names `(sandbox, run, generation)` in
+//! every call. A node must never act on a run it does not hold, forward a call for another one, or end a VM because its
+//! own service ends: VMs outlive it and are adopted at the next start.
+//!
+//! * `fence` – which calls are stale; pure
+//! * `record` – what is on disk of a run, so that the next start finds it
+//! * `run` / `runs` – one sandbox's VM; all of them, adoption, the list that is watched
+//! * `guest` – the channel into a guest
+//! * `template` / `build` – templates on disk; making one
+//! * `rpc` / `passthrough` – the gRPC face; calls that go on to a guest
+//! * `attach` – the data plane: one WebSocket per reader of a command
+
+mod attach;
+mod build;
+mod capacity;
+mod convert;
+mod error;
+mod fence;
+mod guest;
+mod passthrough;
+mod record;
+mod rpc;
+mod run;
+mod runs;
+mod template;
+mod warm;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use space_core::token::TokenVerifier;
+use space_hostd::pool::Pool;
+use space_proto::node::node_server::NodeServer;
+use space_vmm::Driver;
+use tokio::net::{TcpListener, UnixListener};
+use tokio_stream::wrappers::UnixListenerStream;
+
+pub use error::NodeError;
+
+/// What a node is made of. Everything here is read once, at its start.
+pub struct NodeConfig {
+    pub node_id: String,
+    pub version: String,
+    pub data_dir: PathBuf,
+    /// Open and swept.
+    pub pool: Pool,
+    pub driver: Arc<dyn Driver>,
+    /// As `qemu-tcg`; for people.
+    pub driver_label: String,
+    pub driver_reason: String,
+    /// For the boot of a template.
+    pub kernel: PathBuf,
+    pub kernel_version: String,
+    pub kernel_args: String,
+    pub initramfs: PathBuf,
+    /// Of the data plane. Port 0: any.
+    pub data_listen: SocketAddr,
+    /// The control plane's way in.
+    pub grpc_socket: PathBuf,
+    pub tokens: TokenVerifier,
+    /// Guest memory and overhead of all runs together, in bytes.
+    pub memory_budget_bytes: u64,
+    pub memory_total_bytes: u64,
+    pub cpus: u32,
+    /// New sandboxes are refused when the pool has less than this free.
+    pub pool_reserve_bytes: u64,
+    /// Restored, paused VMs kept ready for each template that is in use; 0: none.
+    pub warm_per_template: usize,
+}
+
+/// A node that answers.
+pub struct Node {
+    /// `ws://host:port` of the data plane.
+    pub data_url: String,
+    shared: Arc<runs::Runs>,
+    tasks: Vec<tokio::task::JoinHandle<()>>,
+}
+
+impl Node {
+    /// Adopts what runs, sweeps what an earlier service left half done, and opens both doors.
+    ///
+    /// # Errors
+    /// When a door cannot be opened, or the pool cannot be read.
+    pub async fn start(config: NodeConfig) -> Result<Self, NodeError> {
+        let listener = TcpListener::bind(config.data_listen)
+            .await
+            .map_err(|source| NodeError::Listen { address: config.data_listen.to_string(), source })?;
+        let address = listener.local_addr().map_err(NodeError::io("read the address of the data plane"))?;
+        let data_url = format!("ws://{address}");
+        let socket = config.grpc_socket.clone();
+        let shared = runs::Runs::open(config, data_url.clone()).await?;
+
+        let _ = std::fs::remove_file(&socket);
+        let grpc = UnixListener::bind(&socket)
+            .map_err(|source| NodeError::Listen { address: socket.display().to_string(), source })?;
+        let service = tonic::transport::Server::builder()
+            .initial_stream_window_size(512 * 1024)
+            .initial_connection_window_size(2 * 1024 * 1024)
+            .add_service(NodeServer::new(rpc::Service(shared.clone())))
+            .add_service(passthrough::GuestProxy(shared.clone()));
+        let grpc = tokio::spawn(async move {
+            if let Err(error) = service.serve_with_incoming(UnixListenerStream::new(grpc)).await {
+                tracing::error!(%error, "the node's gRPC server ended");
+            }
+        });
+        let router = attach::router(shared.clone());
+        let data = tokio::spawn(async move {
+            if let Err(error) = axum::serve(listener, router).await {
+                tracing::error!(%error, "the node's data plane ended");
+            }
+        });
+        let warm = tokio::spawn(warm::keep(shared.clone()));
+        Ok(Self { data_url, shared, tasks: vec![grpc, data, warm] })
+    }
+
+    /// VMs that run now.
+    pub fn running(&self) -> usize {
+        self.shared.running()
+    }
+
+    /// Closes both doors. The sandboxes' VMs go on; only parked ones, which belong to nobody yet, are ended.
+    pub async fn stop(self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+        self.shared.warm.clear(&self.shared).await;
+    }
+}
