@@ -453,6 +453,7 @@ pub struct ServerInfo {
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub struct WaitQuery {
     /// Seconds to hold the answer until the operation has ended, at most 300.
@@ -460,6 +461,7 @@ pub struct WaitQuery {
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub struct ListSandboxesQuery {
     /// Comma separated; all but `deleted` when absent.
     pub state: Option<String>,
@@ -471,6 +473,7 @@ pub struct ListSandboxesQuery {
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub struct FileQuery {
     pub path: String,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::{IntoResponse as _, Response};
 use http::{HeaderMap, StatusCode, Uri};
 use space_api::problem::Code;
@@ -18,7 +18,7 @@ use space_proto::guest::{
 };
 
 use super::error::{Failed, Problems};
-use super::extract::{Body, Params};
+use super::extract::{Body, Params, Path};
 use super::sandboxes::usable;
 use super::{once, operations};
 use crate::app::App;
@@ -136,7 +136,7 @@ async fn get_process(app: &App, row: &SandboxRow, id: &CommandId, wait: Duration
 }
 
 /// Processes of the sandbox: reserved, running, and ended not long ago.
-#[utoipa::path(get, path = "/v1/sandboxes/{id}/processes", tag = "processes", params(("id" = String, Path, description = "Id or name")),
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/processes", operation_id = "list", tag = "processes", params(("id" = String, Path, description = "Id or name")),
     responses((status = 200, description = "The processes", body = ProcessList), Problems))]
 pub async fn processes(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Json<ProcessList>, Failed> {
     let row = usable(&app, &id).await?;
@@ -146,7 +146,7 @@ pub async fn processes(State(app): State<Arc<App>>, Path(id): Path<String>) -> R
 }
 
 /// One process; `wait` holds the answer until it has ended.
-#[utoipa::path(get, path = "/v1/sandboxes/{id}/processes/{command}", tag = "processes",
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/processes/{command}", operation_id = "get", tag = "processes",
     params(("id" = String, Path, description = "Id or name"), ("command" = String, Path), WaitQuery),
     responses((status = 200, description = "As it is now", body = Process), Problems))]
 pub async fn process(

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use axum::extract::{FromRequest, Request};
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use http::request::Parts;
 use http::{HeaderMap, Uri, header};
 use serde::de::DeserializeOwned;
 use space_api::Problem;
@@ -29,6 +30,20 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
         };
         let bytes = bytes.map_err(|error| body_problem(&error))?;
         Ok(Self(from_json(&bytes)?))
+    }
+}
+
+/// The variable parts of the path.
+pub struct Path<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Path<T> {
+    type Rejection = Failed;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Failed> {
+        match axum::extract::Path::<T>::from_request_parts(parts, state).await {
+            Ok(axum::extract::Path(value)) => Ok(Self(value)),
+            Err(_) => Err(invalid("path", "the path of the request is not valid UTF-8 after decoding").into()),
+        }
     }
 }
 

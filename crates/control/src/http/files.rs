@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::Response;
 use http::{HeaderMap, StatusCode, Uri};
 use space_api::{FileInfo, FileList, MakeDirectory, Problem, RenameFile};
@@ -12,7 +12,7 @@ use space_proto::guest::{
 };
 
 use super::error::{Failed, Problems};
-use super::extract::{Body, Params};
+use super::extract::{Body, Params, Path};
 use super::once;
 use super::sandboxes::usable;
 use crate::app::App;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::{IntoResponse as _, Response};
 use http::{HeaderMap, StatusCode};
 use space_api::problem::Code;
@@ -11,7 +11,7 @@ use space_api::{ApiKey, ApiKeyList, CreateKey, NewApiKey, Problem};
 use space_core::KeyId;
 
 use super::error::{Failed, Problems};
-use super::extract::Body;
+use super::extract::{Body, Path};
 use super::once;
 use crate::app::App;
 use crate::clock::now_ms;

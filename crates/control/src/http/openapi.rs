@@ -25,12 +25,29 @@ use utoipa::openapi::security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder
         super::keys::list, super::keys::create, super::keys::revoke,
     ),
     components(schemas(space_api::Problem)),
-    modifiers(&Security),
+    modifiers(&Security, &Names),
     security(("bearer" = []), ("api_key" = [])),
     tags((name = "server"), (name = "sandboxes"), (name = "operations"), (name = "commands"), (name = "processes"),
         (name = "files"), (name = "templates"), (name = "keys")),
 )]
 struct Description;
+
+/// Handlers have short names within their module; with the tag they are unique.
+struct Names;
+
+impl utoipa::Modify for Names {
+    fn modify(&self, api: &mut utoipa::openapi::OpenApi) {
+        for item in api.paths.paths.values_mut() {
+            let methods =
+                [&mut item.get, &mut item.put, &mut item.post, &mut item.delete, &mut item.patch].into_iter().flatten();
+            for operation in methods {
+                let tag = operation.tags.as_ref().and_then(|tags| tags.first()).cloned().unwrap_or_default();
+                let name = operation.operation_id.clone().unwrap_or_default();
+                operation.operation_id = Some(format!("{tag}_{name}"));
+            }
+        }
+    }
+}
 
 struct Security;
 
@@ -52,7 +69,7 @@ pub fn document() -> utoipa::openapi::OpenApi {
 }
 
 /// This description.
-#[utoipa::path(get, path = "/openapi.json", tag = "server", security(()),
+#[utoipa::path(get, path = "/openapi.json", operation_id = "description", tag = "server", security(()),
     responses((status = 200, description = "OpenAPI 3.1", body = Object)))]
 pub async fn serve() -> Response {
     static TEXT: LazyLock<String> = LazyLock::new(|| document().to_json().expect("the description is plain data"));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::Response;
 use http::Uri;
 use space_api::problem::Code;
@@ -13,7 +13,7 @@ use space_core::{OperationId, SandboxId};
 use space_proto::node::{GetInfoRequest, NodeInfo};
 
 use super::error::{Failed, Problems};
-use super::extract::Params;
+use super::extract::{Params, Path};
 use super::present;
 use crate::app::App;
 use crate::node::{SHORT, node_problem, timed};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::{IntoResponse as _, Response};
 use bytes::Bytes;
 use futures::StreamExt as _;
@@ -15,7 +15,7 @@ use tonic::Streaming;
 
 use super::commands::command_id;
 use super::error::{Failed, Problems};
-use super::extract::Params;
+use super::extract::{Params, Path};
 use super::sandboxes::usable;
 use crate::app::App;
 use crate::node::{SHORT, guest_problem, to_guest};
@@ -81,7 +81,7 @@ fn bytes_of(
         let wanted = |chunk: &OutputChunk| only.is_none_or(|s| chunk.stream() == s);
         std::future::ready(match frame {
             Ok(AttachOutput { kind: Some(attach_output::Kind::Output(chunk)) }) if wanted(&chunk) => {
-                Some(Ok(Bytes::from(chunk.data)))
+                Some(Ok(chunk.data))
             }
             Ok(_) => None,
             Err(status) => Some(Err(status)),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::{IntoResponse as _, Response};
 use http::{HeaderMap, HeaderValue, Uri, header};
 use space_api::problem::Code;
@@ -14,7 +14,7 @@ use space_core::name::TemplateRef;
 use space_core::{OperationId, SandboxId, SandboxState};
 
 use super::error::{Failed, Problems};
-use super::extract::{Body, Params};
+use super::extract::{Body, Params, Path};
 use super::{once, operations, present, templates};
 use crate::app::App;
 use crate::clock::now_ms;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::Response;
 use axum::{Extension, Json};
 use http::{HeaderMap, StatusCode, Uri};
@@ -13,7 +13,7 @@ use space_core::name::TemplateRef;
 
 use super::auth::{Caller, forbidden};
 use super::error::{Failed, Problems};
-use super::extract::{Body, Params};
+use super::extract::{Body, Params, Path};
 use super::sandboxes::replay;
 use super::{once, operations, present};
 use crate::app::App;

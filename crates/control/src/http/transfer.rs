@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::body::{Body, BodyDataStream};
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse as _, Response};
 use bytes::Bytes;
 use futures::{Stream, StreamExt as _};
@@ -19,7 +19,7 @@ use space_proto::guest::{FileChunk, FileKind, FileStat, PathRequest, ReadFileReq
 use tonic::{Status, Streaming};
 
 use super::error::{Failed, Problems};
-use super::extract::Params;
+use super::extract::{Params, Path};
 use super::files::{file_failed, shown, target};
 use super::sandboxes::usable;
 use crate::app::App;

@@ -32,7 +32,7 @@ pub async fn run(app: Arc<App>) {
         let outcome = async {
             expire(&app).await?;
             carry_on(&app).await?;
-            if hinted || ticks % NODE_EVERY == 0 {
+            if hinted || ticks.is_multiple_of(NODE_EVERY) {
                 compare_runs(&app, &mut missing).await?;
                 remove_templates(&app).await?;
                 if !templates_known {
