@@ -1,0 +1,65 @@
+//! Sessions of the host: each `Hello` is checked and, when it carries a refresh, obeyed **before** it is answered. This is
+//! on the path of every create in a guest whose code was never translated, so it does as little as it can.
+
+use std::io;
+use std::sync::Arc;
+
+use space_proto::GUEST_PROTOCOL;
+use space_proto::guest::guest_server::GuestServer;
+use space_proto::guest::{Hello, HelloAck};
+use space_proto::link::{self, LinkStream, Listener};
+use tokio::net::UnixListener;
+use tokio::sync::mpsc;
+
+use crate::service::Service;
+use crate::{Daemon, Mode, port};
+
+/// One message: a chunk of a file or of output is 64 KiB.
+const MESSAGE_MAX_BYTES: usize = 4 << 20;
+
+pub async fn serve(daemon: Arc<Daemon>) -> io::Result<()> {
+    let (streams, accepted) = mpsc::channel(4);
+    let service = GuestServer::new(Service(daemon.clone()))
+        .max_decoding_message_size(MESSAGE_MAX_BYTES)
+        .max_encoding_message_size(MESSAGE_MAX_BYTES);
+    let server = link::server().add_service(service).serve_with_incoming(link::incoming(accepted));
+    let server = tokio::spawn(server);
+    match &daemon.mode {
+        Mode::Guest => {
+            let (port, gone) = port::open()?;
+            accept(&daemon, Listener::with_reopened(port, gone), streams).await;
+        }
+        Mode::Host(path) => {
+            let _ = std::fs::remove_file(path);
+            let listener = UnixListener::bind(path)?;
+            loop {
+                let (stream, _) = listener.accept().await?;
+                let (daemon, streams) = (daemon.clone(), streams.clone());
+                tokio::spawn(async move { accept(&daemon, Listener::new(stream), streams).await });
+            }
+        }
+    }
+    server.abort();
+    Err(io::Error::other("the channel to the host has ended"))
+}
+
+async fn accept(daemon: &Daemon, mut listener: Listener, streams: mpsc::Sender<LinkStream>) {
+    while let Ok((hello, responder)) = listener.accept().await {
+        match obey(daemon, hello) {
+            Ok(ack) => {
+                if streams.send(responder.ack(ack)).await.is_err() {
+                    return;
+                }
+            }
+            Err(why) => responder.refuse(why),
+        }
+    }
+}
+
+fn obey(daemon: &Daemon, hello: Hello) -> Result<HelloAck, String> {
+    let refresh = match hello.refresh {
+        Some(request) => Some(daemon.refresh(request)?),
+        None => None,
+    };
+    Ok(HelloAck { protocol: GUEST_PROTOCOL, refresh, error: String::new() })
+}
