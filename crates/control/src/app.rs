@@ -31,8 +31,8 @@ pub struct App {
     /// Sandboxes that a driver of this copy is at. True: look once more before leaving.
     pub drivers: Mutex<HashMap<String, Arc<AtomicBool>>>,
     pub requests: tokio::sync::Semaphore,
-    /// The node's attach address, from its last answer.
-    pub data_url: Mutex<Option<String>>,
+    /// The node's name and attach address, from its last answer.
+    node_said: Mutex<Option<(String, String)>>,
     tasks: Mutex<JoinSet<()>>,
 }
 
@@ -52,9 +52,24 @@ impl App {
             look: Notify::new(),
             drivers: Mutex::default(),
             requests: tokio::sync::Semaphore::new(REQUESTS_AT_ONCE),
-            data_url: Mutex::default(),
+            node_said: Mutex::default(),
             tasks: Mutex::default(),
         }
+    }
+
+    pub fn remember_node(&self, id: &str, data_url: &str) {
+        let said = Some((id.to_owned(), data_url.to_owned()));
+        *self.node_said.lock().unwrap_or_else(PoisonError::into_inner) = said;
+    }
+
+    /// Empty while the node has not said it.
+    pub fn node_id(&self) -> String {
+        let said = self.node_said.lock().unwrap_or_else(PoisonError::into_inner);
+        said.as_ref().map(|(id, _)| id.clone()).unwrap_or_default()
+    }
+
+    pub fn data_url(&self) -> Option<String> {
+        self.node_said.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, url)| url.clone())
     }
 
     /// Work of its own, so that a client that goes away abandons nothing. Ends with the server.

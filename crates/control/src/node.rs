@@ -119,9 +119,22 @@ fn is_transport(status: &Status) -> bool {
     false
 }
 
+/// Whether the time of a call was up, on either side. The call may have been carried out.
+pub fn is_timeout(status: &Status) -> bool {
+    let mut source = std::error::Error::source(status);
+    while let Some(error) = source {
+        if error.is::<tonic::TimeoutExpired>() {
+            return true;
+        }
+        source = error.source();
+    }
+    status.code() == tonic::Code::DeadlineExceeded
+}
+
 /// Whether trying again may help: nobody there, or the connection broke. The call may have been carried out.
 pub fn is_transient(status: &Status) -> bool {
-    matches!(status.code(), tonic::Code::Unavailable | tonic::Code::Cancelled | tonic::Code::Unknown)
+    let broken = matches!(status.code(), tonic::Code::Unavailable | tonic::Code::Cancelled | tonic::Code::Unknown);
+    broken && !is_timeout(status)
 }
 
 /// The meaning of a refusal by the node itself.
@@ -129,14 +142,15 @@ pub fn node_problem(status: &Status) -> Problem {
     use tonic::Code as Grpc;
     let said = passed_on(status.message());
     let (code, detail) = match status.code() {
+        _ if is_timeout(status) => (Code::Timeout, "the node did not answer in time".to_owned()),
         Grpc::NotFound => (Code::NotFound, said),
         Grpc::InvalidArgument | Grpc::OutOfRange => (Code::InvalidRequest, said),
         Grpc::ResourceExhausted => (Code::NoCapacity, said),
         Grpc::FailedPrecondition | Grpc::Aborted | Grpc::AlreadyExists => (Code::Conflict, said),
-        Grpc::DeadlineExceeded => (Code::Timeout, format!("the node did not answer in time: {said}")),
         Grpc::Unavailable | Grpc::Cancelled => {
             (Code::Unavailable, format!("the node cannot be reached; try again in a moment ({said})"))
         }
+        _ if is_transport(status) => (Code::Unavailable, format!("the connection to the node broke ({said})")),
         _ => (Code::Internal, format!("the node reported a fault: {said}")),
     };
     Problem::new(code, detail)
@@ -146,11 +160,12 @@ pub fn node_problem(status: &Status) -> Problem {
 pub fn guest_problem(status: &Status, files: bool) -> Problem {
     use tonic::Code as Grpc;
     let said = passed_on(status.message());
-    if is_transport(status) {
+    if is_transport(status) && !is_timeout(status) {
         return node_problem(status);
     }
     let misdirected = said.starts_with("misdirected");
     let (code, detail) = match status.code() {
+        _ if is_timeout(status) => (Code::Timeout, "the sandbox did not answer in time".to_owned()),
         Grpc::FailedPrecondition if misdirected => {
             (Code::NotRunning, format!("the sandbox has just stopped or moved; look at its state ({said})"))
         }
@@ -166,7 +181,6 @@ pub fn guest_problem(status: &Status, files: bool) -> Problem {
         Grpc::ResourceExhausted => (Code::GuestLimit, said),
         Grpc::OutOfRange if files => (Code::RangeNotSatisfiable, said),
         Grpc::InvalidArgument | Grpc::OutOfRange => (Code::InvalidRequest, said),
-        Grpc::DeadlineExceeded => (Code::Timeout, "the sandbox did not answer in time".to_owned()),
         Grpc::Unavailable | Grpc::Cancelled => {
             (Code::GuestUnreachable, format!("the sandbox does not answer; look at its state, or try again ({said})"))
         }

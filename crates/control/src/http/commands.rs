@@ -43,8 +43,7 @@ fn guest_failed(status: tonic::Status) -> Failed {
 }
 
 async fn session(app: &App, row: &SandboxRow, command: CommandId) -> Result<CommandSession, Failed> {
-    let known = app.data_url.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
-    let base = match known {
+    let base = match app.data_url() {
         Some(url) => url,
         None => operations::node_info(app).await?.data_url,
     };
@@ -180,10 +179,11 @@ pub async fn signal(
     let command = command_id(&command)?;
     let path = format!("/v1/sandboxes/{}/processes/{command}/signal", row.id);
     let key = once::key(&app, &headers, &path, &body)?;
-    let call = async {
+    let app_ = app.clone();
+    let call = async move {
         let request = SignalRequest { process_id: command.to_string(), signal: number, kill_tree: body.tree };
         let request = to_guest(&row.run_ref(), request, Some(SHORT));
-        let info = app.node.guest().signal(request).await.map_err(guest_failed)?.into_inner();
+        let info = app_.node.guest().signal(request).await.map_err(guest_failed)?.into_inner();
         Ok(process_shown(info))
     };
     once::json_once(&app, key, call).await

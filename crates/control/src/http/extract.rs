@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use axum::extract::{FromRequest, FromRequestParts, Request};
+use futures::StreamExt as _;
 use http::request::Parts;
 use http::{HeaderMap, Uri, header};
 use serde::de::DeserializeOwned;
@@ -15,6 +16,8 @@ use crate::validate::invalid;
 
 /// A client gets this long to send a JSON body.
 const BODY_TIME: Duration = Duration::from_secs(30);
+/// So much of a body that is too long is still read.
+const READ_ON_MAX_BYTES: usize = 16 * 1024 * 1024;
 
 /// A JSON body that must be there.
 pub struct Body<T>(pub T);
@@ -24,12 +27,10 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Failed> {
         check_content_type(request.headers())?;
-        let reading = axum::body::to_bytes(request.into_body(), limits::JSON_BODY_MAX_BYTES);
-        let Ok(bytes) = tokio::time::timeout(BODY_TIME, reading).await else {
+        let Ok(bytes) = tokio::time::timeout(BODY_TIME, collect(request.into_body())).await else {
             return Err(Problem::new(Code::Timeout, "the body did not arrive within 30 s").into());
         };
-        let bytes = bytes.map_err(|error| body_problem(&error))?;
-        Ok(Self(from_json(&bytes)?))
+        Ok(Self(from_json(&bytes?)?))
     }
 }
 
@@ -56,16 +57,25 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), Problem> {
     Err(Problem::new(Code::UnsupportedMediaType, "the body must be JSON, sent with Content-Type: application/json"))
 }
 
-fn body_problem(error: &axum::Error) -> Problem {
-    let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(inner) = source {
-        if inner.is::<http_body_util::LengthLimitError>() {
-            let max = limits::JSON_BODY_MAX_BYTES;
-            return Problem::new(Code::TooLarge, format!("a JSON body has at most {max} bytes"));
+/// The body, when it is short enough. A longer one is read on for a while and thrown away: a client that is still sending
+/// would otherwise see a broken connection in place of the answer.
+async fn collect(body: axum::body::Body) -> Result<Vec<u8>, Problem> {
+    let mut parts = body.into_data_stream();
+    let (mut kept, mut total) = (Vec::new(), 0);
+    while let Some(part) = parts.next().await {
+        let part = part.map_err(|_| Problem::new(Code::InvalidRequest, "the body broke off before its end"))?;
+        total += part.len();
+        if total <= limits::JSON_BODY_MAX_BYTES {
+            kept.extend_from_slice(&part);
+        } else if total > READ_ON_MAX_BYTES {
+            break;
         }
-        source = inner.source();
     }
-    Problem::new(Code::InvalidRequest, "the body broke off before its end")
+    if total <= limits::JSON_BODY_MAX_BYTES {
+        return Ok(kept);
+    }
+    let max = limits::JSON_BODY_MAX_BYTES;
+    Err(Problem::new(Code::TooLarge, format!("a JSON body has at most {max} bytes")))
 }
 
 /// Unknown fields are refused by the types; nesting is bounded by the parser (128).

@@ -103,11 +103,12 @@ pub async fn make_directory(
     validate::user("user", body.user.as_deref())?;
     let row = usable(&app, &id).await?;
     let key = once::key(&app, &headers, &format!("/v1/sandboxes/{}/files/mkdir", row.id), &body)?;
-    let call = async {
+    let app_ = app.clone();
+    let call = async move {
         let user = body.user.clone().unwrap_or_default();
         let request = MakeDirRequest { path: body.path.clone(), user, parents: body.parents, mode: 0o755 };
         let request = to_guest(&row.run_ref(), request, Some(SHORT));
-        Ok(shown(app.node.guest().make_dir(request).await.map_err(file_failed)?.into_inner()))
+        Ok(shown(app_.node.guest().make_dir(request).await.map_err(file_failed)?.into_inner()))
     };
     once::json_once(&app, key, call).await
 }
@@ -127,11 +128,12 @@ pub async fn rename(
     validate::user("user", body.user.as_deref())?;
     let row = usable(&app, &id).await?;
     let key = once::key(&app, &headers, &format!("/v1/sandboxes/{}/files/rename", row.id), &body)?;
-    let call = async {
+    let app_ = app.clone();
+    let call = async move {
         let user = body.user.clone().unwrap_or_default();
         let request = RenameFileRequest { from: body.from.clone(), to: body.to.clone(), user };
         let request = to_guest(&row.run_ref(), request, Some(SHORT));
-        Ok(shown(app.node.guest().rename_file(request).await.map_err(file_failed)?.into_inner()))
+        Ok(shown(app_.node.guest().rename_file(request).await.map_err(file_failed)?.into_inner()))
     };
     once::json_once(&app, key, call).await
 }

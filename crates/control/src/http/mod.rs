@@ -32,6 +32,7 @@ use space_api::problem::Code;
 
 use crate::app::App;
 use error::Failed;
+pub use operations::node_info;
 
 /// Every route with its methods, for the router and for the test that compares it with the description.
 macro_rules! routes {

@@ -17,7 +17,7 @@ use space_core::limits::IDEMPOTENCY_KEY_MAX_BYTES;
 use super::error::Failed;
 use crate::app::App;
 use crate::clock::now_ms;
-use crate::store::{Claim, IdempotencyKey, Seen};
+use crate::store::{Claim, IdempotencyKey, Seen, StoreError};
 use crate::validate::invalid;
 
 pub const HEADER: &str = "idempotency-key";
@@ -68,11 +68,12 @@ fn checked(seen: Seen) -> Result<Seen, Failed> {
     Err(Problem::new(Code::IdempotencyMismatch, text).at("Idempotency-Key").into())
 }
 
-/// Carries out `work` once for the key and answers with 200 and its JSON, or with what the first request got.
-pub async fn json_once<T: Serialize>(
+/// Carries out `work` once for the key and answers with 200 and its JSON, or with what the first request got. With a key,
+/// a client that goes away does not leave it half done.
+pub async fn json_once<T: Serialize + Send + 'static>(
     app: &Arc<App>,
     key: Option<IdempotencyKey>,
-    work: impl Future<Output = Result<T, Failed>>,
+    work: impl Future<Output = Result<T, Failed>> + Send + 'static,
 ) -> Result<Response, Failed> {
     let Some(key) = key else { return Ok(axum::Json(work.await?).into_response()) };
     let owner = space_core::OperationId::new().to_string();
@@ -93,6 +94,20 @@ pub async fn json_once<T: Serialize>(
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+    let (to, answer) = tokio::sync::oneshot::channel();
+    let app_ = app.clone();
+    app.spawn(async move {
+        let _ = to.send(work_and_keep(&app_, key, owner, work).await);
+    });
+    answer.await.unwrap_or_else(|_| Err(StoreError::Closed.into()))
+}
+
+async fn work_and_keep<T: Serialize>(
+    app: &App,
+    key: IdempotencyKey,
+    owner: String,
+    work: impl Future<Output = Result<T, Failed>>,
+) -> Result<Response, Failed> {
     match work.await {
         Ok(value) => {
             let body = serde_json::to_string(&value).expect("answers are plain data");

@@ -94,7 +94,7 @@ pub fn bad_cursor() -> Problem {
 pub async fn node_info(app: &App) -> Result<NodeInfo, Problem> {
     let answer = app.node.node().get_info(timed(GetInfoRequest {}, SHORT)).await;
     let info = answer.map_err(|status| node_problem(&status))?.into_inner();
-    *app.data_url.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(info.data_url.clone());
+    app.remember_node(&info.node_id, &info.data_url);
     Ok(info)
 }
 

@@ -16,6 +16,7 @@ use space_api::problem::Code;
 use space_api::{ArchiveResult, FileInfo, Problem};
 use space_core::limits::STREAM_CHUNK_BYTES;
 use space_proto::guest::{FileChunk, FileKind, FileStat, PathRequest, ReadFileRequest, WriteFileChunk, WriteFileOpen};
+use tokio::sync::oneshot;
 use tonic::{Status, Streaming};
 
 use super::error::{Failed, Problems};
@@ -28,6 +29,8 @@ use crate::validate;
 
 /// A sender or a guest that moves nothing for this long is given up.
 const IDLE: Duration = Duration::from_secs(120);
+/// How long a refused upload is read on.
+const LINGER: Duration = Duration::from_secs(2);
 
 /// A wanted part of a file, from `Range`. Several ranges at once are answered with the whole file, as the standard allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -201,15 +204,66 @@ impl Broken {
     }
 }
 
-/// An upload as the guest wants it: `open`, data in bounded chunks, and `end` only when the body ended well.
-fn upload(open: WriteFileOpen, body: Body, broken: Arc<Broken>) -> impl Stream<Item = WriteFileChunk> + Send + 'static {
-    struct State {
-        body: Pin<Box<BodyDataStream>>,
-        rest: Bytes,
-        over: bool,
-        broken: Arc<Broken>,
+/// A body that its last holder gives back, to be read to its end by somebody else.
+struct Returned {
+    body: Option<Pin<Box<BodyDataStream>>>,
+    back: Option<oneshot::Sender<Pin<Box<BodyDataStream>>>>,
+}
+
+impl Returned {
+    fn new(body: Body) -> (Self, oneshot::Receiver<Pin<Box<BodyDataStream>>>) {
+        let (back, returned) = oneshot::channel();
+        (Self { body: Some(Box::pin(body.into_data_stream())), back: Some(back) }, returned)
     }
-    let state = State { body: Box::pin(body.into_data_stream()), rest: Bytes::new(), over: false, broken };
+
+    async fn next(&mut self) -> Option<Result<Bytes, axum::Error>> {
+        self.body.as_mut()?.next().await
+    }
+}
+
+impl Drop for Returned {
+    fn drop(&mut self) {
+        if let (Some(body), Some(back)) = (self.body.take(), self.back.take()) {
+            let _ = back.send(body);
+        }
+    }
+}
+
+/// A refusal while the client may still be sending: what it sends is read and thrown away for a moment after the answer,
+/// because closing at once would cost it the answer.
+async fn refuse_upload(failed: Failed, body: oneshot::Receiver<Pin<Box<BodyDataStream>>>) -> Response {
+    let Ok(Ok(rest)) = tokio::time::timeout(Duration::from_millis(100), body).await else {
+        return failed.into_response();
+    };
+    let text = serde_json::to_vec(&failed.0).expect("a problem is plain data");
+    let (mut parts, _) = failed.into_response().into_parts();
+    parts.headers.remove(header::CONTENT_LENGTH);
+    let until = tokio::time::Instant::now() + LINGER;
+    let thrown_away = futures::stream::unfold(rest, move |mut rest| async move {
+        match tokio::time::timeout_at(until, rest.next()).await {
+            Ok(Some(Ok(_))) => Some((Bytes::new(), rest)),
+            _ => None,
+        }
+    });
+    let thrown_away = thrown_away.filter(|_| std::future::ready(false));
+    let body = tokio_stream::once(Bytes::from(text)).chain(thrown_away).map(Ok::<_, std::convert::Infallible>);
+    Response::from_parts(parts, Body::from_stream(body))
+}
+
+struct Uploading {
+    body: Returned,
+    rest: Bytes,
+    over: bool,
+    broken: Arc<Broken>,
+}
+
+/// An upload as the guest wants it: `open`, data in bounded chunks, and `end` only when the body ended well.
+fn upload(
+    open: WriteFileOpen,
+    body: Returned,
+    broken: Arc<Broken>,
+) -> impl Stream<Item = WriteFileChunk> + Send + 'static {
+    let state = Uploading { body, rest: Bytes::new(), over: false, broken };
     let first = WriteFileChunk { open: Some(open), data: Bytes::new(), end: false };
     let data = futures::stream::unfold(state, |mut state| async move {
         while state.rest.is_empty() && !state.over {
@@ -251,11 +305,7 @@ fn size_hint(headers: &HeaderMap) -> u64 {
         ("recursive" = Option<bool>, Query, description = "Make missing folders")),
     request_body(content = inline(Vec<u8>), content_type = "application/octet-stream"),
     responses((status = 200, description = "The file as it is now", body = FileInfo), Problems))]
-pub async fn write(
-    State(app): State<Arc<App>>,
-    Path(id): Path<String>,
-    request: Request,
-) -> Result<Json<FileInfo>, Failed> {
+pub async fn write(State(app): State<Arc<App>>, Path(id): Path<String>, request: Request) -> Result<Response, Failed> {
     let params = Params::parse(request.uri(), &["path", "user", "mode", "recursive"])?;
     let (path, user) = target(&params)?;
     let mode = params.text("mode").map_or(Ok(0), |text| validate::mode("mode", text))?;
@@ -263,12 +313,16 @@ pub async fn write(
     let row = usable(&app, &id).await?;
     let open = WriteFileOpen { path, user, mode, size_hint: size_hint(request.headers()), parents };
     let broken = Arc::new(Broken::default());
-    let chunks = upload(open, request.into_body(), broken.clone());
+    let (body, returned) = Returned::new(request.into_body());
+    let chunks = upload(open, body, broken.clone());
     let answer = app.node.guest().write_file(to_guest(&row.run_ref(), chunks, None)).await;
     if let Some(problem) = broken.take() {
         return Err(problem.into());
     }
-    Ok(Json(shown(answer.map_err(file_failed)?.into_inner())))
+    match answer {
+        Ok(stat) => Ok(Json(shown(stat.into_inner())).into_response()),
+        Err(status) => Ok(refuse_upload(file_failed(status), returned).await),
+    }
 }
 
 /// A folder (or file) as a tar stream; the names in it are relative to the path.
@@ -304,20 +358,26 @@ pub async fn write_archive(
     State(app): State<Arc<App>>,
     Path(id): Path<String>,
     request: Request,
-) -> Result<Json<ArchiveResult>, Failed> {
+) -> Result<Response, Failed> {
     let params = Params::parse(request.uri(), &["path", "user", "recursive"])?;
     let (path, user) = target(&params)?;
     let parents = params.flag("recursive")?;
     let row = usable(&app, &id).await?;
     let open = WriteFileOpen { path, user, mode: 0, size_hint: size_hint(request.headers()), parents };
     let broken = Arc::new(Broken::default());
-    let chunks = upload(open, request.into_body(), broken.clone());
+    let (body, returned) = Returned::new(request.into_body());
+    let chunks = upload(open, body, broken.clone());
     let answer = app.node.guest().write_archive(to_guest(&row.run_ref(), chunks, None)).await;
     if let Some(problem) = broken.take() {
         return Err(problem.into());
     }
-    let done = answer.map_err(file_failed)?.into_inner();
-    Ok(Json(ArchiveResult { entries: done.entries, bytes: done.bytes }))
+    match answer {
+        Ok(done) => {
+            let done = done.into_inner();
+            Ok(Json(ArchiveResult { entries: done.entries, bytes: done.bytes }).into_response())
+        }
+        Err(status) => Ok(refuse_upload(file_failed(status), returned).await),
+    }
 }
 
 #[cfg(test)]

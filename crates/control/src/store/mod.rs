@@ -6,6 +6,7 @@
 mod idempotency;
 mod keys;
 mod operations;
+mod sandbox_reads;
 mod sandboxes;
 mod templates;
 mod writer;
@@ -91,6 +92,7 @@ impl Store {
             .busy_timeout(Duration::from_secs(10))
             .statement_cache_capacity(256)
             .disable_statement_logging();
+        protect(path);
         let mut writer = options.connect().await?;
         migrate(&mut writer).await?;
         let readers = SqlitePoolOptions::new()
@@ -105,6 +107,16 @@ impl Store {
     pub async fn check(&self) -> Result<(), StoreError> {
         sqlx::query("SELECT version FROM schema_version").fetch_one(&self.readers).await?;
         Ok(())
+    }
+}
+
+/// Environments of sandboxes are in it: for the owner only. SQLite gives its other files the same mode. A file that cannot
+/// be made here is reported by opening it.
+fn protect(path: &Path) {
+    use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
+    let made = std::fs::OpenOptions::new().append(true).create(true).mode(0o600).open(path);
+    if let Ok(file) = made {
+        let _ = file.set_permissions(std::fs::Permissions::from_mode(0o600));
     }
 }
 

@@ -121,16 +121,16 @@ pub struct Patch {
     pub expires_at_ms: Option<Option<i64>>,
 }
 
-const COLUMNS: &str = "s.id, s.name, s.state, s.reason, s.generation, s.run, s.template_ref, s.template_digest, \
+pub(super) const COLUMNS: &str = "s.id, s.name, s.state, s.reason, s.generation, s.run, s.template_ref, s.template_digest, \
      s.memory_mib, s.vcpus, s.disk_bytes, s.env, s.metadata, s.created_at_ms, s.updated_at_ms, s.expires_at_ms, \
      r.generation AS run_generation, r.node";
-const FROM: &str = "FROM sandboxes s JOIN runs r ON r.sandbox = s.id AND r.run = s.run";
+pub(super) const FROM: &str = "FROM sandboxes s JOIN runs r ON r.sandbox = s.id AND r.run = s.run";
 
-fn corrupt(what: &dyn std::fmt::Display) -> StoreError {
+pub(super) fn corrupt(what: &dyn std::fmt::Display) -> StoreError {
     StoreError::Corrupt(what.to_string())
 }
 
-fn parse(row: &SqliteRow) -> Result<SandboxRow, StoreError> {
+pub(super) fn parse(row: &SqliteRow) -> Result<SandboxRow, StoreError> {
     let json = |column: &str| -> Result<BTreeMap<String, String>, StoreError> {
         serde_json::from_str(row.try_get::<&str, _>(column)?).map_err(|e| corrupt(&e))
     };
@@ -201,7 +201,7 @@ async fn observe(
     let done = sqlx::query(
         "UPDATE runs SET state = $1, node = $2, observation = $3, reason = $4, \
          started_at_ms = COALESCE(started_at_ms, $5), ended_at_ms = $6 \
-         WHERE sandbox = $7 AND run = $8 AND (observation <= $3 OR $1 = 'gone') AND state <> 'gone'",
+         WHERE sandbox = $7 AND run = $8 AND (observation < $3 OR $1 = 'gone') AND state <> 'gone'",
     )
     .bind(seen.state.as_str())
     .bind(&seen.node)
@@ -292,55 +292,6 @@ impl Store {
                 })
             })
             .await
-    }
-
-    pub async fn sandbox(&self, id: &SandboxId) -> Result<Option<SandboxRow>, StoreError> {
-        let sql = format!("SELECT {COLUMNS} {FROM} WHERE s.id = $1");
-        let row = sqlx::query(&sql).bind(id.as_str()).fetch_optional(&self.readers).await?;
-        row.as_ref().map(parse).transpose()
-    }
-
-    /// By id, or by the name of one that is not deleted.
-    pub async fn find_sandbox(&self, project: &str, id_or_name: &str) -> Result<Option<SandboxRow>, StoreError> {
-        let by = if id_or_name.starts_with(SandboxId::PREFIX) {
-            "s.id = $2"
-        } else {
-            "s.name = $2 AND s.state <> 'deleted'"
-        };
-        let sql = format!("SELECT {COLUMNS} {FROM} WHERE s.project = $1 AND {by}");
-        let row = sqlx::query(&sql).bind(project).bind(id_or_name).fetch_optional(&self.readers).await?;
-        row.as_ref().map(parse).transpose()
-    }
-
-    /// Newest first; one more than `limit` when there are more.
-    pub async fn list_sandboxes(&self, project: &str, filter: &SandboxFilter) -> Result<Vec<SandboxRow>, StoreError> {
-        let mut query = QueryBuilder::<Sqlite>::new(format!("SELECT {COLUMNS} {FROM} WHERE s.project = "));
-        query.push_bind(project);
-        if filter.states.is_empty() {
-            query.push(" AND s.state <> 'deleted'");
-        } else {
-            query.push(" AND s.state IN (");
-            let mut list = query.separated(", ");
-            for state in &filter.states {
-                list.push_bind(state.as_str());
-            }
-            query.push(")");
-        }
-        if let Some(template) = &filter.template_ref {
-            query.push(" AND s.template_ref = ").push_bind(template);
-        }
-        if let Some(digest) = &filter.template_digest {
-            query.push(" AND s.template_digest = ").push_bind(digest);
-        }
-        for (key, value) in &filter.metadata {
-            query.push(" AND EXISTS (SELECT 1 FROM metadata m WHERE m.sandbox = s.id AND m.key = ").push_bind(key);
-            query.push(" AND m.value = ").push_bind(value).push(")");
-        }
-        if let Some(before) = &filter.before {
-            query.push(" AND s.id < ").push_bind(before.as_str());
-        }
-        query.push(" ORDER BY s.id DESC LIMIT ").push_bind(i64::from(filter.limit) + 1);
-        query.build().fetch_all(&self.readers).await?.iter().map(parse).collect()
     }
 
     /// The run is up: the sandbox is running and its create has succeeded.
@@ -502,37 +453,6 @@ impl Store {
                 })
             })
             .await
-    }
-
-    /// Sandboxes that somebody must carry on with.
-    pub async fn transient_sandboxes(&self) -> Result<Vec<SandboxId>, StoreError> {
-        self.ids(
-            "SELECT id FROM sandboxes WHERE state IN ('creating', 'suspending', 'stopping', 'waking', 'deleting')",
-            &[],
-        )
-        .await
-    }
-
-    /// Sandboxes whose time is up and that nobody deletes yet.
-    pub async fn expired_sandboxes(&self, now_ms: i64) -> Result<Vec<SandboxId>, StoreError> {
-        let sql =
-            "SELECT id FROM sandboxes WHERE expires_at_ms <= $1 AND state NOT IN ('deleting', 'deleted') LIMIT 1000";
-        self.ids(sql, &[now_ms]).await
-    }
-
-    /// Sandboxes that should have a run on a node and are in nobody's hands.
-    pub async fn settled_sandboxes(&self) -> Result<Vec<SandboxRow>, StoreError> {
-        let sql = format!("SELECT {COLUMNS} {FROM} WHERE s.state IN ('running', 'paused')");
-        sqlx::query(&sql).fetch_all(&self.readers).await?.iter().map(parse).collect()
-    }
-
-    async fn ids(&self, sql: &str, binds: &[i64]) -> Result<Vec<SandboxId>, StoreError> {
-        let mut query = sqlx::query_scalar::<_, String>(sql);
-        for bind in binds {
-            query = query.bind(*bind);
-        }
-        let ids = query.fetch_all(&self.readers).await?;
-        ids.into_iter().map(|id| id.parse().map_err(|e| corrupt(&e))).collect()
     }
 
     /// Forgets what was deleted, and operations that ended, before the given time. A sandbox's operations go with it.

@@ -49,7 +49,7 @@ CREATE TABLE metadata (
 CREATE INDEX metadata_pairs ON metadata (key, value);
 
 -- One life of a sandbox on a node. `generation` is the fencing number of calls to the node; `observation` the node's count
--- of the last change that was taken over.
+-- of the last change that was taken over. A node fences per sandbox: a later run begins with a larger generation.
 CREATE TABLE runs (
     sandbox       TEXT NOT NULL REFERENCES sandboxes (id) ON DELETE CASCADE,
     run           BIGINT NOT NULL CHECK (run > 0),

@@ -1,9 +1,9 @@
 //! The backstop: every few seconds, and when something hints at it, the world is read again and whatever nobody is at gets
 //! somebody. It takes no input; after a restart it is what carries on.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use space_core::limits::IDEMPOTENCY_KEEP_SECONDS;
 use space_core::{RunNumber, SandboxId, SandboxState};
@@ -20,11 +20,13 @@ const TICK: Duration = Duration::from_millis(500);
 /// Every so many ticks the node is asked.
 const NODE_EVERY: u64 = 10;
 const PRUNE_EVERY: u64 = 1200;
+/// A run is lost when the node has not known it for so long; a node that has just started may still be finding its own.
+const LOST_AFTER: Duration = Duration::from_secs(4);
 /// Deleted sandboxes can still be read this long.
 const DELETED_KEPT_MS: i64 = 3600 * 1000;
 
 pub async fn run(app: Arc<App>) {
-    let mut missing = HashSet::new();
+    let mut missing = HashMap::new();
     let mut templates_known = false;
     let mut ticks = 0u64;
     loop {
@@ -81,9 +83,9 @@ async fn carry_on(app: &Arc<App>) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Compares what should run with what does. A run that the node does not know twice in a row is lost; one that nobody
-/// wants is removed.
-async fn compare_runs(app: &Arc<App>, missing: &mut HashSet<(String, u32)>) -> Result<(), StoreError> {
+/// Compares what should run with what does. A run that the node keeps not knowing is lost; one that nobody wants is
+/// removed.
+async fn compare_runs(app: &Arc<App>, missing: &mut HashMap<(String, u32), Instant>) -> Result<(), StoreError> {
     // Rows first: what is settled here was known to the node before it is asked.
     let rows = app.store.settled_sandboxes().await?;
     let Ok(answer) = app.node.node().list_runs(timed(ListRunsRequest {}, SHORT)).await else {
@@ -94,14 +96,15 @@ async fn compare_runs(app: &Arc<App>, missing: &mut HashSet<(String, u32)>) -> R
     let key = |r: &RunRef| (r.sandbox.clone(), r.run);
     let known: HashMap<(String, u32), &RunStatus> =
         runs.iter().filter_map(|status| Some((key(status.run.as_ref()?), status))).collect();
-    let mut still_missing = HashSet::new();
+    let mut still_missing = HashMap::new();
     for row in rows {
         let key = (row.id.to_string(), row.run.0);
         if known.contains_key(&key) {
             continue;
         }
-        if !missing.contains(&key) {
-            still_missing.insert(key);
+        let since = missing.get(&key).copied().unwrap_or_else(Instant::now);
+        if since.elapsed() < LOST_AFTER {
+            still_missing.insert(key, since);
             continue;
         }
         tracing::warn!(sandbox = %row.id, "the node does not know its run");

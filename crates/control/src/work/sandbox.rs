@@ -65,14 +65,14 @@ async fn create(app: &App, row: SandboxRow) -> Result<Next, StoreError> {
         Ok(Some(status)) => {
             let node_ms = started.elapsed().as_millis();
             app.points.reach("create.node_done").await;
-            let moved = app.store.create_succeeded(row, observation(&status), now_ms()).await?;
+            let moved = app.store.create_succeeded(row, observation(app, &status), now_ms()).await?;
             tracing::debug!(sandbox = %id, node_ms, total_ms = started.elapsed().as_millis(), "started");
             moved
         }
         Err(status) => {
             let problem = node::node_problem(&status);
             tracing::warn!(sandbox = %id, code = problem.code, detail = problem.detail, "could not be started");
-            let ambiguous = node::is_transient(&status) || status.code() == tonic::Code::DeadlineExceeded;
+            let ambiguous = node::is_transient(&status) || node::is_timeout(&status);
             let moved = app.store.create_failed(row, problem.code, problem.detail, now_ms()).await?;
             if ambiguous
                 && let Some(row) = app.store.sandbox(&id).await?
@@ -188,7 +188,7 @@ pub async fn wake(app: &App, id: &SandboxId) {
 }
 
 /// What the node said, in the store's words.
-pub fn observation(status: &RunStatus) -> Observation {
+pub fn observation(app: &App, status: &RunStatus) -> Observation {
     Observation {
         run: space_core::RunNumber(status.run.as_ref().map_or(0, |r| r.run)),
         state: match status.state() {
@@ -197,7 +197,7 @@ pub fn observation(status: &RunStatus) -> Observation {
             RunState::Gone => RunWord::Gone,
             RunState::Starting | RunState::Unspecified => RunWord::Starting,
         },
-        node: "local".to_owned(),
+        node: app.node_id(),
         observation: status.observation,
         reason: (!status.reason.is_empty()).then(|| node::passed_on(&status.reason)),
     }

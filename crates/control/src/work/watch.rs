@@ -23,6 +23,10 @@ pub async fn run(app: Arc<App>) {
                     tracing::info!("the node is reachable again");
                 }
                 known = true;
+                // Another process may be there now, with another address.
+                if let Err(problem) = crate::http::node_info(&app).await {
+                    tracing::debug!(detail = problem.detail, "the node does not say what it is");
+                }
                 // What was missed in between.
                 app.look.notify_one();
                 let mut runs = answer.into_inner();
@@ -51,7 +55,7 @@ pub async fn run(app: Arc<App>) {
 pub async fn take_over(app: &App, status: &RunStatus) {
     let Some(run) = &status.run else { return };
     let Ok(id) = run.sandbox.parse::<SandboxId>() else { return };
-    let mut seen = observation(status);
+    let mut seen = observation(app, status);
     seen.run = RunNumber(run.run);
     match app.store.observe_run(id.clone(), seen, now_ms()).await {
         Ok(true) => {

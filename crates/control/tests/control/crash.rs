@@ -35,7 +35,7 @@ async fn send(cloud: &Cloud, method: &str, path: &str, body: Option<Value>) {
     if let Some(body) = body {
         request = request.json(&body);
     }
-    let _ = tokio::spawn(request.send());
+    drop(tokio::spawn(request.send()));
 }
 
 async fn settled(cloud: &Cloud) -> Vec<Value> {

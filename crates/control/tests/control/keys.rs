@@ -43,7 +43,7 @@ async fn keys_are_made_used_and_revoked() {
 async fn secrets_are_files_of_their_owner_only_and_the_store_has_none() {
     let mut cloud = Cloud::start().await;
     let dir = cloud.data_dir();
-    for name in ["admin.key", "token.seed"] {
+    for name in ["admin.key", "token.seed", "control.db", "control.db-wal"] {
         let mode = std::fs::metadata(dir.join(name)).expect(name).permissions().mode();
         assert_eq!(mode & 0o777, 0o600, "{name}");
     }
