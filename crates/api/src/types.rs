@@ -471,18 +471,3 @@ pub struct ListSandboxesQuery {
     pub limit: Option<u32>,
     // `metadata.KEY=VALUE` pairs are read from the query as well.
 }
-
-#[derive(Clone, Debug, Default, Serialize, Deserialize, IntoParams)]
-#[into_params(parameter_in = Query)]
-#[serde(deny_unknown_fields)]
-pub struct FileQuery {
-    pub path: String,
-    /// Whose rights are used, and who owns what is made; the template's user when absent.
-    pub user: Option<String>,
-    /// Octal, of a written file.
-    pub mode: Option<String>,
-    /// Make missing folders (writing), remove folders with content (removing).
-    pub recursive: Option<bool>,
-    pub after: Option<String>,
-    pub limit: Option<u32>,
-}
