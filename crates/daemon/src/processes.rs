@@ -22,7 +22,7 @@ use crate::cgroup::{self, Group, Groups};
 use crate::output::{Budget, Log};
 use crate::reaper::Status as Ended;
 use crate::refresh::Settings;
-use crate::spawn;
+use crate::{spawn, sys};
 
 const LIVE_MAX: usize = 512;
 const ENDED_MAX: usize = 1024;
@@ -335,7 +335,7 @@ impl Process {
     fn connect(self: &Arc<Self>, state: &mut State, started: spawn::Started) -> io::Result<()> {
         if let Some(terminal) = started.terminal {
             set_nonblocking(&terminal)?;
-            let terminal = Arc::new(AsyncFd::register(terminal)?);
+            let terminal = Arc::new(sys::async_fd(terminal)?);
             state.terminal = Some(terminal.clone());
             self.log.pump_begins();
             tokio::spawn(pump_terminal(self.log.clone(), terminal.clone()));

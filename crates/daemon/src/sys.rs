@@ -142,3 +142,9 @@ pub fn prepare(command: &mut Command, setup: ChildSetup) {
     // SAFETY: the closure keeps to the rules of `pre_exec`, see its own comment.
     unsafe { command.pre_exec(child) };
 }
+
+/// Readiness of a descriptor that the result owns.
+pub fn async_fd(fd: std::os::fd::OwnedFd) -> io::Result<tokio::io::unix::AsyncFd<std::os::fd::OwnedFd>> {
+    // SAFETY: the descriptor is moved in, is never replaced, and is closed only after it was deregistered.
+    Ok(unsafe { tokio::io::unix::AsyncFd::register(fd) }?)
+}
