@@ -344,7 +344,7 @@ pub struct TemplateOptions {
 pub struct BuildTemplate {
     /// `name` or `name:tag` that will point to the result.
     pub tag: String,
-    /// `seed`, `debian:PACKAGE,…`, `rootfs:PATH`, `oci:PATH`, `docker://REFERENCE`. Paths are on the node.
+    /// `seed`, `debian:SUITE+PACKAGE,…`, `dir:PATH`, `tar:PATH`, `oci:PATH`, `oci-archive:PATH`, `docker://HOST/REPOSITORY:TAG`. Paths are on the node.
     pub source: String,
     #[serde(default)]
     pub options: TemplateOptions,

@@ -202,15 +202,17 @@ pub fn build_template(body: &BuildTemplate) -> Checked {
     if body.source.is_empty() || body.source.len() > SOURCE_MAX_BYTES || body.source.contains('\0') {
         return Err(invalid(
             "source",
-            "a source is seed, debian:PACKAGE,…, rootfs:PATH, oci:PATH or docker://REFERENCE",
+            "a source is seed, debian:SUITE+PACKAGE,…, dir:PATH, tar:PATH, oci:PATH, oci-archive:PATH or docker://HOST/REPOSITORY",
         ));
     }
-    let known = ["debian:", "rootfs:", "oci:", "docker://"];
+    let known = ["seed:", "debian:", "dir:", "tar:", "oci:", "oci-archive:", "docker://"];
     if body.source != "seed" && !known.iter().any(|kind| body.source.starts_with(kind)) {
         let shown: String = body.source.chars().take(80).collect();
         return Err(invalid(
             "source",
-            format!("{shown:?} is no source: seed, debian:PACKAGE,…, rootfs:PATH, oci:PATH or docker://REFERENCE"),
+            format!(
+                "{shown:?} is no source: seed, debian:SUITE+PACKAGE,…, dir:PATH, tar:PATH, oci:PATH, oci-archive:PATH or docker://HOST/REPOSITORY"
+            ),
         ));
     }
     let options = &body.options;
@@ -232,7 +234,7 @@ pub fn build_template(body: &BuildTemplate) -> Checked {
 
 /// Whether a build reads the node's own files, or speaks to others without TLS.
 pub fn needs_admin(body: &BuildTemplate) -> bool {
-    body.source.starts_with("rootfs:") || body.source.starts_with("oci:") || body.insecure_registry
+    ["dir:", "tar:", "oci:", "oci-archive:"].iter().any(|kind| body.source.starts_with(kind)) || body.insecure_registry
 }
 
 pub fn tag(text: &str) -> Checked<(String, String)> {

@@ -73,7 +73,7 @@ async fn host_paths_and_plain_registries_are_for_admins() {
     let made = cloud.call("POST", "/v1/keys", Some(json!({"name": "u", "scope": "use"}))).await;
     cloud.key = made.text("secret");
     for (source, insecure, status) in [
-        ("rootfs:/etc", false, 403),
+        ("dir:/etc", false, 403),
         ("oci:/srv/image", false, 403),
         ("docker://registry.example/x", true, 403),
         ("docker://registry.example/x", false, 202),
