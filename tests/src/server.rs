@@ -121,9 +121,14 @@ impl Server {
         let _ = std::fs::remove_file(self.data_dir.join("client.toml"));
     }
 
-    /// Every VMM process whose working folder lies in this server's pool.
+    /// The VMMs of sandboxes; parked ones belong to none.
     pub fn vmms(&self) -> Vec<u32> {
-        let pool = self.data_dir.join("pool").canonicalize().unwrap_or_default();
+        self.vmms_below("pool/sandboxes")
+    }
+
+    /// Every VMM process whose working folder lies, or lay, there.
+    fn vmms_below(&self, folder: &str) -> Vec<u32> {
+        let pool = self.data_dir.join(folder).canonicalize().unwrap_or_default();
         let mut found = Vec::new();
         for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
             let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
@@ -143,7 +148,7 @@ impl Drop for Server {
             return;
         }
         self.kill_dead();
-        for pid in self.vmms() {
+        for pid in self.vmms_below("pool") {
             let _ = Command::new("/bin/kill").args(["-9", &pid.to_string()]).status();
         }
         std::thread::sleep(Duration::from_millis(200));
