@@ -114,6 +114,7 @@ impl Log {
     /// Appends what a pump has read, after waiting for readers that are not too slow.
     pub async fn append(&self, stream: Stream, data: &[u8]) {
         self.lock().waiting += 1;
+        let max = self.budget.log_max();
         loop {
             // Asked for before the look, so that a move in between is not missed.
             let room = self.room.notified();
@@ -134,7 +135,8 @@ impl Log {
         state.last_byte = Some(Instant::now());
         state.push(stream, data);
         self.budget.used.fetch_add(data.len(), Ordering::Relaxed);
-        let freed = state.trim(self.budget.log_max());
+        let needed = state.slowest();
+        let freed = state.trim(max, needed);
         self.budget.used.fetch_sub(freed, Ordering::Relaxed);
         drop(state);
         self.grown.notify_waiters();
@@ -199,7 +201,7 @@ impl Log {
     /// Gives the memory back; what was there is gone.
     pub fn clear(&self) {
         let mut state = self.lock();
-        let freed = state.trim(0);
+        let freed = state.trim(0, None);
         self.budget.used.fetch_sub(freed, Ordering::Relaxed);
     }
 
@@ -226,10 +228,21 @@ impl State {
         }
     }
 
-    /// Drops whole chunks from the front until at most `max` bytes are left. Returns how many bytes went.
-    fn trim(&mut self, max: usize) -> usize {
+    /// Where the slowest reader is that is still waited for.
+    fn slowest(&self) -> Option<u64> {
+        let waited_for = self.readers.values().filter(|r| r.moved.elapsed() < STALL);
+        waited_for.map(|r| r.position.max(self.start)).min()
+    }
+
+    /// Drops whole chunks from the front until at most `max` bytes are left, but none that is still needed from an
+    /// offset on: a reader may stand in the middle of a chunk. Returns how many bytes went.
+    fn trim(&mut self, max: usize, needed: Option<u64>) -> usize {
         let mut freed = 0;
         while self.end - self.start > max as u64 {
+            let Some(chunk) = self.chunks.front() else { break };
+            if needed.is_some_and(|needed| self.start + chunk.data.len() as u64 > needed) {
+                break;
+            }
             let Some(chunk) = self.chunks.pop_front() else { break };
             self.start += chunk.data.len() as u64;
             freed += chunk.data.len();

@@ -19,7 +19,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::files::{self, Piece, as_user};
-use crate::output::Found;
+use crate::output::{Attachment, Found};
 use crate::processes::{Input, Process};
 use crate::users::User;
 use crate::{Daemon, archive, cgroup, refresh, spawn};
@@ -87,8 +87,12 @@ fn download(
 }
 
 /// Output to one reader, from its offset to the exit.
-async fn output(process: Arc<Process>, open: AttachOpen, to: mpsc::Sender<Result<AttachOutput, Status>>) {
-    let reader = process.log.attach(open.offset);
+async fn output(
+    process: Arc<Process>,
+    reader: Attachment,
+    open: AttachOpen,
+    to: mpsc::Sender<Result<AttachOutput, Status>>,
+) {
     let until = if open.no_follow { Some(process.log.range().1) } else { None };
     let mut next = open.offset;
     let send = |kind| to.send(Ok(AttachOutput { kind: Some(kind) }));
@@ -214,11 +218,13 @@ impl Guest for Service {
         };
         let process = self.0.table.get(&open.process_id)?;
         let (sender, receiver) = mpsc::channel(CHUNKS_QUEUED);
+        // Before the start, so that not a byte of it is thrown away unread.
+        let reader = process.log.attach(open.offset);
         if !open.read_only {
             self.start_now(&process);
             tokio::spawn(input(process.clone(), messages));
         }
-        tokio::spawn(output(process, open, sender));
+        tokio::spawn(output(process, reader, open, sender));
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
