@@ -56,6 +56,21 @@ impl Server {
         Ok(server)
     }
 
+    /// A server whose pool is a file of so many MiB, to be filled.
+    pub async fn own_small(mib: u64) -> Result<Self> {
+        let base = base().context("SPACE_TEST_DATA_DIR is not set")?;
+        let own = tempfile::Builder::new().prefix("small-").tempdir_in(&base)?;
+        let data = own.path().to_path_buf();
+        std::fs::create_dir_all(data.join("run"))?;
+        for name in ["kernel", "initramfs.img"] {
+            std::os::unix::fs::symlink(base.join(name), data.join(name))?;
+        }
+        std::fs::write(data.join("space.toml"), format!("[pool]\nsize = \"{mib}MiB\"\n"))?;
+        let mut server = Self { data_dir: data, child: None, own: Some(own) };
+        server.start().await?;
+        Ok(server)
+    }
+
     /// The store of an own server is empty: give the templates the tags they have on the shared one.
     async fn tag_templates_of(&self, base: &Path) -> Result<()> {
         let shared = Api::new(base)?;
@@ -164,6 +179,9 @@ impl Drop for Server {
                     .stderr(Stdio::null())
                     .status();
             }
+        }
+        if self.data_dir.join("pool.img").exists() {
+            let _ = Command::new("/usr/bin/umount").arg(self.data_dir.join("pool")).status();
         }
     }
 }

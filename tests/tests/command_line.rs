@@ -75,7 +75,7 @@ async fn a_named_sandbox_lives_until_it_is_deleted() -> Result<()> {
     assert!(space(&server, &["ls"], "")?.stdout.contains(&name));
     let twice = space(&server, &["create", "--name", &name], "")?;
     assert_ne!(twice.code, 0);
-    assert!(twice.stderr.contains(&name), "{twice:?}");
+    assert!(twice.stderr.contains("name_taken"), "{twice:?}");
     let out = space(&server, &["delete", &name], "")?;
     assert_eq!(out.code, 0, "{out:?}");
     assert!(!space(&server, &["ls"], "")?.stdout.contains(&name));

@@ -47,7 +47,8 @@ impl IntoResponse for Failed {
 pub fn store_problem(error: &StoreError) -> Problem {
     match error {
         StoreError::NameTaken => {
-            Problem::new(Code::NameTaken, "another sandbox that is not deleted has this name").at("name")
+            Problem::new(Code::NameTaken, "another sandbox has this name; choose another one, or delete that sandbox")
+                .at("name")
         }
         StoreError::MetadataLimit => crate::validate::too_much_metadata(),
         StoreError::NoTemplate => {
