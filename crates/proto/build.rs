@@ -1,3 +1,5 @@
+//! Makes the types of the two interfaces from their protobuf. Must never fetch anything.
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     tonic_prost_build::configure()
         .bytes(".")

@@ -6,12 +6,13 @@
 //!
 //! * `fence` – which calls are stale; pure
 //! * `record` – what is on disk of a run, so that the next start finds it
-//! * `run` / `runs` – one sandbox's VM; all of them, adoption, the list that is watched
+//! * `run` / `runs` / `adopt` – one sandbox's VM; all of them and the list that is watched; those of an earlier service
 //! * `guest` – the channel into a guest
 //! * `template` / `build` – templates on disk; making one
 //! * `rpc` / `passthrough` – the gRPC face; calls that go on to a guest
 //! * `attach` – the data plane: one WebSocket per reader of a command
 
+mod adopt;
 mod attach;
 mod build;
 mod capacity;
@@ -65,6 +66,8 @@ pub struct NodeConfig {
     pub memory_budget_bytes: u64,
     pub memory_total_bytes: u64,
     pub cpus: u32,
+    /// Sandboxes and parked VMs at the same time.
+    pub sandboxes_max: u32,
     /// New sandboxes are refused when the pool has less than this free.
     pub pool_reserve_bytes: u64,
     /// Restored, paused VMs kept ready for each template that is in use; 0: none.

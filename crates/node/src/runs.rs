@@ -14,14 +14,14 @@ use space_hostd::pool::Area;
 use space_hostd::uids::{DEFAULT_BASE, Slots};
 use space_proto::guest::RefreshRequest;
 use space_proto::node::{RunState, RunStatus, StartRunRequest};
-use space_vmm::{AfterRestore, Vm, VmDir, VmStatus};
+use space_vmm::{AfterRestore, VmStatus};
 use tokio::sync::{Semaphore, broadcast};
 
 use crate::capacity::{self, Memory};
 use crate::fence::{Fence, Verdict};
 use crate::guest::Guest;
 use crate::record::Record;
-use crate::run::{self, Live, Machine, SlotGuard, unix_ms};
+use crate::run::{self, Live, Machine, unix_ms};
 use crate::template::{Template, Templates};
 use crate::warm::Warm;
 use crate::{NodeConfig, NodeError};
@@ -43,15 +43,15 @@ pub enum Phase {
     Gone,
 }
 
-struct Held {
-    fence: Option<Fence>,
-    phase: Phase,
-    template: String,
-    reason: String,
-    paused: bool,
-    since_unix_ms: i64,
-    observation: u64,
-    adopted: bool,
+pub(crate) struct Held {
+    pub(crate) fence: Option<Fence>,
+    pub(crate) phase: Phase,
+    pub(crate) template: String,
+    pub(crate) reason: String,
+    pub(crate) paused: bool,
+    pub(crate) since_unix_ms: i64,
+    pub(crate) observation: u64,
+    pub(crate) adopted: bool,
 }
 
 pub struct Entry {
@@ -128,7 +128,7 @@ impl Entry {
 impl Runs {
     pub async fn open(config: NodeConfig, data_url: String) -> Result<Arc<Self>, NodeError> {
         let owner = owner(&config);
-        let count = u32::try_from(limits::SANDBOXES_PER_NODE_MAX).unwrap_or(1000);
+        let count = config.sandboxes_max.min(u32::try_from(limits::SANDBOXES_PER_NODE_MAX).unwrap_or(1000));
         let runs = Arc::new(Self {
             cgroups: CgroupRoot::new(&owner)?,
             slots: Arc::new(Slots::new(first_uid(&owner), count)),
@@ -161,7 +161,7 @@ impl Runs {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn entry(&self, id: &SandboxId) -> Arc<Entry> {
+    pub(crate) fn entry(&self, id: &SandboxId) -> Arc<Entry> {
         let mut entries = self.entries();
         if entries.len() > TOMBSTONES_MAX {
             entries.retain(|_, e| Arc::strong_count(e) > 1 || !matches!(e.held().phase, Phase::Absent));
@@ -214,7 +214,7 @@ impl Runs {
     }
 
     /// The one place where what is held changes.
-    fn change(&self, entry: &Entry, change: impl FnOnce(&mut Held)) {
+    pub(crate) fn change(&self, entry: &Entry, change: impl FnOnce(&mut Held)) {
         {
             let mut held = entry.held();
             change(&mut held);
@@ -417,7 +417,7 @@ impl Runs {
     }
 
     /// Notices the end of a VM, and helps one over a full pool.
-    fn guard(self: &Arc<Self>, entry: Arc<Entry>, live: Arc<Live>) {
+    pub(crate) fn guard(self: &Arc<Self>, entry: Arc<Entry>, live: Arc<Live>) {
         let runs = Arc::downgrade(self);
         tokio::spawn(async move {
             let vm = live.machine.vm.clone();
@@ -463,87 +463,6 @@ impl Runs {
                 held.reason.clear();
             });
         }
-    }
-
-    /// The VMs of an earlier service: alive ones are taken over, dead ones reported, half-made ones removed.
-    async fn adopt_all(self: &Arc<Self>) -> Result<(), NodeError> {
-        let mut kept = std::collections::BTreeSet::new();
-        for name in self.config.pool.list(Area::Sandboxes)? {
-            let dir = self.config.pool.path(Area::Sandboxes, &name)?;
-            let record = Record::read(&dir).filter(|record| record.sandbox.as_str() == name);
-            let Some(record) = record.filter(|record| record.vmm.is_some()) else {
-                tracing::info!(name, "removing a sandbox that was half made");
-                run::destroy(self, Area::Sandboxes, &name, &name, None).await?;
-                continue;
-            };
-            kept.insert(record.cgroup.clone());
-            self.adopt(record).await?;
-        }
-        for name in self.cgroups.list()? {
-            if !kept.contains(&name) {
-                self.blocking(move |runs| {
-                    let group = runs.cgroups.open(&name)?;
-                    group.kill()?;
-                    Ok(group.remove()?)
-                })
-                .await?;
-            }
-        }
-        Ok(())
-    }
-
-    async fn adopt(self: &Arc<Self>, record: Record) -> Result<(), NodeError> {
-        let entry = self.entry(&record.sandbox);
-        let run = record.run_ref();
-        let found = self.take_over(&record).await;
-        self.change(&entry, |held| {
-            held.fence = Some(Fence::of(&run));
-            held.template.clone_from(&record.template);
-            held.adopted = true;
-        });
-        match found {
-            Ok(live) => {
-                let live = Arc::new(live);
-                self.change(&entry, |held| held.phase = Phase::Running(live.clone()));
-                self.guard(entry.clone(), live);
-            }
-            Err(error) => {
-                tracing::info!(sandbox = %entry.id, error = error.text(), "a VM ended while no service ran");
-                let name = record.cgroup.clone();
-                self.blocking(move |runs| {
-                    let group = runs.cgroups.open(&name)?;
-                    group.kill()?;
-                    Ok(group.remove()?)
-                })
-                .await?;
-                self.change(&entry, |held| {
-                    held.phase = Phase::Gone;
-                    held.reason = "vm_exited: the VM ended while the server was down".to_owned();
-                });
-            }
-        }
-        Ok(())
-    }
-
-    async fn take_over(self: &Arc<Self>, record: &Record) -> Result<Live, NodeError> {
-        let identity = record.vmm.ok_or(NodeError::Cancelled)?;
-        let dir = self.config.pool.path(Area::Sandboxes, record.sandbox.as_str())?;
-        let vm: Arc<dyn Vm> = Arc::from(self.config.driver.adopt(&VmDir::new(&dir), identity).await?);
-        // A VM stopped in the middle of something by the old service's end goes on.
-        vm.resume().await?;
-        let slot = SlotGuard::claim(&self.slots, record.slot);
-        let slot = slot.ok_or_else(|| NodeError::Guest("another VM has its user".to_owned()))?;
-        let machine = Machine {
-            area: Area::Sandboxes,
-            name: record.sandbox.to_string(),
-            dir,
-            cgroup: self.cgroups.open(&record.cgroup)?,
-            cgroup_name: record.cgroup.clone(),
-            slot,
-            _promise: self.memory.must(record.memory_mib),
-            vm: vm.clone(),
-        };
-        Ok(Live { record: record.clone(), machine, guest: Guest::adopted(vm) })
     }
 }
 

@@ -4,6 +4,7 @@ use clap::{Args, Subcommand};
 
 use crate::args::Global;
 use crate::config::KEYS;
+use crate::env;
 use crate::failure::Failure;
 use crate::output::{self, Table};
 
@@ -27,11 +28,15 @@ enum ConfigCommand {
     /// Every value and where it came from
     #[command(after_help = AFTER_HELP)]
     Show,
+    /// Every environment variable that is read, and what for
+    Variables,
 }
 
 impl Config {
     pub fn execute(self, global: &Global) -> Result<i32, Failure> {
-        let ConfigCommand::Show = self.command;
+        if let ConfigCommand::Variables = self.command {
+            return Ok(variables(global.json));
+        }
         let config = crate::layers(global)?.finish()?;
         if global.json {
             let all: serde_json::Map<_, _> = config
@@ -52,4 +57,18 @@ impl Config {
         table.print();
         Ok(0)
     }
+}
+
+fn variables(json: bool) -> i32 {
+    if json {
+        let all: serde_json::Map<_, _> = env::ALL.iter().map(|v| (v.name.to_owned(), v.meaning.into())).collect();
+        output::json(&all);
+        return 0;
+    }
+    let mut table = Table::new(&["NAME", "MEANING"]);
+    for variable in env::ALL {
+        table.row(vec![variable.name.to_owned(), variable.meaning.to_owned()]);
+    }
+    table.print();
+    0
 }

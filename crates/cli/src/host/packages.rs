@@ -41,6 +41,12 @@ pub fn missing() -> Vec<&'static str> {
     NEEDED.iter().filter(|package| !is_installed(package.name)).map(|package| package.name).collect()
 }
 
+/// `name (what for)`
+fn with_reason(name: &str) -> String {
+    let why = NEEDED.iter().find(|package| package.name == name).map_or("", |package| package.why);
+    format!("{name} ({why})")
+}
+
 /// The command that installs them.
 pub fn command_line(names: &[&str]) -> String {
     format!("apt-get {} {}", INSTALL.join(" "), names.join(" "))
@@ -59,7 +65,7 @@ pub fn check() -> Finding {
         names if names.is_empty() => Finding::ok(NAME, format!("all {} are installed", NEEDED.len())),
         names => Finding::fail(
             NAME,
-            format!("missing: {}", names.join(", ")),
+            format!("missing: {}", names.iter().map(|name| with_reason(name)).collect::<Vec<_>>().join(", ")),
             format!("sudo space setup, or sudo {}", command_line(&names)),
         ),
     }

@@ -5,7 +5,7 @@ pub mod lock;
 pub mod log;
 mod start;
 
-pub use start::{Running, start};
+pub use start::start;
 
 use crate::failure::Failure;
 

@@ -77,6 +77,7 @@ fn node_config(config: &ServerConfig) -> Result<NodeConfig, Failure> {
         tokens: space_control::token_verifier(&config.data_dir).map_err(failure)?,
         memory_budget_bytes: config.memory_bytes.unwrap_or(facts.memory_bytes - facts.memory_bytes / HOST_SHARE),
         memory_total_bytes: facts.memory_bytes,
+        sandboxes_max: config.sandboxes,
         cpus: u32::try_from(facts.cpus).unwrap_or(1),
         pool_reserve_bytes: POOL_RESERVE_BYTES.min(total / POOL_RESERVE_PART),
         warm_per_template: WARM_PER_TEMPLATE,

@@ -1,0 +1,97 @@
+//! The start of a service on a pool that an earlier one left: alive VMs are taken over, dead ones reported, and what was
+//! half made is removed. It must never end a VM that a record vouches for.
+
+use std::sync::Arc;
+
+use space_hostd::pool::Area;
+use space_vmm::{Vm, VmDir};
+
+use crate::NodeError;
+use crate::fence::Fence;
+use crate::guest::Guest;
+use crate::record::Record;
+use crate::run::{self, Live, Machine, SlotGuard};
+use crate::runs::{Phase, Runs};
+
+impl Runs {
+    /// The VMs of an earlier service: alive ones are taken over, dead ones reported, half-made ones removed.
+    pub(crate) async fn adopt_all(self: &Arc<Self>) -> Result<(), NodeError> {
+        let mut kept = std::collections::BTreeSet::new();
+        for name in self.config.pool.list(Area::Sandboxes)? {
+            let dir = self.config.pool.path(Area::Sandboxes, &name)?;
+            let record = Record::read(&dir).filter(|record| record.sandbox.as_str() == name);
+            let Some(record) = record.filter(|record| record.vmm.is_some()) else {
+                tracing::info!(name, "removing a sandbox that was half made");
+                run::destroy(self, Area::Sandboxes, &name, &name, None).await?;
+                continue;
+            };
+            kept.insert(record.cgroup.clone());
+            self.adopt(record).await?;
+        }
+        for name in self.cgroups.list()? {
+            if !kept.contains(&name) {
+                self.blocking(move |runs| {
+                    let group = runs.cgroups.open(&name)?;
+                    group.kill()?;
+                    Ok(group.remove()?)
+                })
+                .await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn adopt(self: &Arc<Self>, record: Record) -> Result<(), NodeError> {
+        let entry = self.entry(&record.sandbox);
+        let run = record.run_ref();
+        let found = self.take_over(&record).await;
+        self.change(&entry, |held| {
+            held.fence = Some(Fence::of(&run));
+            held.template.clone_from(&record.template);
+            held.adopted = true;
+        });
+        match found {
+            Ok(live) => {
+                let live = Arc::new(live);
+                self.change(&entry, |held| held.phase = Phase::Running(live.clone()));
+                self.guard(entry.clone(), live);
+            }
+            Err(error) => {
+                tracing::info!(sandbox = %entry.id, error = error.text(), "a VM ended while no service ran");
+                let name = record.cgroup.clone();
+                self.blocking(move |runs| {
+                    let group = runs.cgroups.open(&name)?;
+                    group.kill()?;
+                    Ok(group.remove()?)
+                })
+                .await?;
+                self.change(&entry, |held| {
+                    held.phase = Phase::Gone;
+                    held.reason = "vm_exited: the VM ended while the server was down".to_owned();
+                });
+            }
+        }
+        Ok(())
+    }
+
+    async fn take_over(self: &Arc<Self>, record: &Record) -> Result<Live, NodeError> {
+        let identity = record.vmm.ok_or(NodeError::Cancelled)?;
+        let dir = self.config.pool.path(Area::Sandboxes, record.sandbox.as_str())?;
+        let vm: Arc<dyn Vm> = Arc::from(self.config.driver.adopt(&VmDir::new(&dir), identity).await?);
+        // A VM stopped in the middle of something by the old service's end goes on.
+        vm.resume().await?;
+        let slot = SlotGuard::claim(&self.slots, record.slot);
+        let slot = slot.ok_or_else(|| NodeError::Guest("another VM has its user".to_owned()))?;
+        let machine = Machine {
+            area: Area::Sandboxes,
+            name: record.sandbox.to_string(),
+            dir,
+            cgroup: self.cgroups.open(&record.cgroup)?,
+            cgroup_name: record.cgroup.clone(),
+            slot,
+            _promise: self.memory.must(record.memory_mib),
+            vm: vm.clone(),
+        };
+        Ok(Live { record: record.clone(), machine, guest: Guest::adopted(vm) })
+    }
+}
