@@ -101,19 +101,38 @@ fn print_times(name: &str, mut times: Vec<f64>) {
     println!("  {name:<26} p50 {:>6.1} ms    p90 {:>6.1} ms", percentile(&times, 50), percentile(&times, 90));
 }
 
-async fn measure() -> Result<()> {
+/// So many sandboxes, `parallel` of them at the same time.
+async fn measure(rounds: usize, parallel: usize) -> Result<()> {
     let (url, key) = connection()?;
     let client = Client::new(&url, Some(&key))?;
     let (mut created, mut first) = (Vec::new(), Vec::new());
-    for _ in 0..ROUNDS {
-        let (a, b) = round(&client).await?;
+    let mut running = tokio::task::JoinSet::new();
+    let mut started = 0;
+    while created.len() < rounds {
+        while started < rounds && running.len() < parallel {
+            let client = client.clone();
+            running.spawn(async move { round(&client).await });
+            started += 1;
+        }
+        let (a, b) = running.join_next().await.context("nothing runs")???;
         created.push(a);
         first.push(b);
     }
-    println!("\n{ROUNDS} sandboxes, one after the other, through the HTTP API:");
+    let how = if parallel == 1 { "one after the other".to_owned() } else { format!("{parallel} at a time") };
+    println!("\n{rounds} sandboxes, {how}, through the HTTP API:");
     print_times("create", created);
     print_times("create to first output", first);
     Ok(())
+}
+
+fn measured(rounds: usize, parallel: usize) -> Result<()> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(measure(rounds, parallel))
+}
+
+/// `xtask measure`: the figures of docs/performance.md, against the server that runs.
+pub fn figures() -> Result<()> {
+    measured(50, 1)?;
+    measured(50, 10)
 }
 
 fn kernels() -> Result<()> {
@@ -141,7 +160,7 @@ pub fn run() -> Result<()> {
     show(&mut space(&["doctor"]))?;
     show(&mut space(&["run", "--template", "seed", "--", "python3", "-c", PROGRAM]))?;
     kernels()?;
-    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(measure())?;
+    measured(ROUNDS, 1)?;
     let sudo = if is_root() { "" } else { "sudo " };
     let program = shown(&Command::new(space_binary()));
     println!(

@@ -45,13 +45,14 @@ fn shown(command: &Command) -> String {
     words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-const USAGE: &str = "usage: xtask tidy | demo | test | lint";
+const USAGE: &str = "usage: xtask tidy | demo | measure | test | lint";
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let result = match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["tidy"] => tidy::run(),
         ["demo"] => demo::run(),
+        ["measure"] => demo::figures(),
         ["lint"] => test::lint(),
         ["test"] => test::run_all(),
         _ => Err(anyhow::anyhow!(USAGE)),
