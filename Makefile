@@ -23,10 +23,11 @@ deps:
 	  $(SUDO) apt-get update -q && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $$missing; fi
 	@command -v $(CARGO) >/dev/null || { echo "Rust (stable 1.95 or newer) is missing: see rustup.rs"; exit 1; }
 
-# The daemon runs in guests that have no libraries for it, so it is static, and built apart: its flags would rebuild all else.
+# The daemon runs in guests that have no libraries for it, so it is static, and stripped: a small guest unpacks it into memory. Built
+# apart, as its flags would rebuild all else.
 build: deps
 	$(CARGO) build --release --locked --package space-cli --package xtask
-	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build --release --locked --package space-daemon --target $(TARGET)
+	RUSTFLAGS="-C target-feature=+crt-static -C strip=symbols" $(CARGO) build --release --locked --package space-daemon --target $(TARGET)
 	@cmp -s target/$(TARGET)/release/space-daemon $(RELEASE)/space-daemon || \
 	  { cp target/$(TARGET)/release/space-daemon $(RELEASE)/space-daemon.new && mv $(RELEASE)/space-daemon.new $(RELEASE)/space-daemon; }
 

@@ -317,13 +317,21 @@ async fn ready(guest: &Guest, options: &TemplateOptions) -> Result<(), NodeError
     }
 }
 
-/// The end of the guest's console, which says why a kernel did not come up.
+/// What the guest's console says of why it did not come up: the daemon's and the kernel's complaints, else its end.
 fn with_console(error: NodeError, folder: &Path) -> NodeError {
-    let (text, _) = console(folder, TAIL_BYTES);
-    match (&error, text.is_empty()) {
-        (NodeError::Cancelled, _) | (_, true) => error,
-        _ => NodeError::Guest(format!("{}; its console ended with: {}", error.text(), String::from_utf8_lossy(&text))),
+    const TELLING: [&str; 4] = ["space-daemon:", "Initramfs", "Kernel panic", "Out of memory"];
+    let (text, _) = console(folder, limits::CONSOLE_MAX_BYTES);
+    if matches!(error, NodeError::Cancelled) || text.is_empty() {
+        return error;
     }
+    let text: String = String::from_utf8_lossy(&text).chars().map(|c| if c.is_control() { '\n' } else { c }).collect();
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let telling = lines.iter().filter(|line| TELLING.iter().any(|word| line.contains(word))).copied();
+    let mut said: Vec<&str> = telling.take(6).collect();
+    if said.is_empty() {
+        said = lines[lines.len().saturating_sub(6)..].to_vec();
+    }
+    NodeError::Guest(format!("{}; its console said: {}", error.text(), said.join(" | ")))
 }
 
 /// At most `max` bytes of the end of a console log, and whether there was more.
