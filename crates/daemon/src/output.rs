@@ -17,6 +17,8 @@ use tokio::sync::Notify;
 pub const LOG_MAX_BYTES: usize = 1 << 20;
 const LOG_MAX_BYTES_OVER_BUDGET: usize = 64 * 1024;
 const CHUNK_MAX_BYTES: usize = 32 * 1024;
+/// What a chunk costs beside its bytes: a program may write single bytes to both streams in turn.
+const CHUNK_COST_BYTES: usize = 64;
 const STALL: Duration = Duration::from_secs(10);
 
 /// Bytes that all logs of the daemon hold.
@@ -37,6 +39,7 @@ impl Budget {
 
 struct Chunk {
     stream: Stream,
+    offset: u64,
     data: Vec<u8>,
 }
 
@@ -50,9 +53,10 @@ struct State {
     chunks: VecDeque<Chunk>,
     start: u64,
     end: u64,
+    /// Of all chunks, their own cost included.
+    held: usize,
     exit: Option<Exit>,
     readers: HashMap<u64, Reader>,
-    last_byte: Option<Instant>,
     /// Pumps that wait for a reader; their pipes may hold more.
     waiting: usize,
     pumps: usize,
@@ -118,26 +122,25 @@ impl Log {
         loop {
             // Asked for before the look, so that a move in between is not missed.
             let room = self.room.notified();
-            let slowest = {
+            let must_wait = {
                 let state = self.lock();
-                let held = state.readers.values().filter(|r| r.moved.elapsed() < STALL);
-                held.map(|r| r.position.max(state.start))
-                    .min()
-                    .filter(|slowest| state.end + data.len() as u64 - slowest > self.budget.log_max() as u64)
+                let slowest = state.slowest().filter(|slowest| *slowest < state.end);
+                let cost = |slowest| state.cost_from(slowest) + data.len() + 2 * CHUNK_COST_BYTES;
+                slowest.is_some_and(|slowest| cost(slowest) > self.budget.log_max())
             };
-            if slowest.is_none() {
+            if !must_wait {
                 break;
             }
             let _ = tokio::time::timeout(Duration::from_millis(500), room).await;
         }
         let mut state = self.lock();
         state.waiting -= 1;
-        state.last_byte = Some(Instant::now());
+        let before = state.held;
         state.push(stream, data);
-        self.budget.used.fetch_add(data.len(), Ordering::Relaxed);
         let needed = state.slowest();
-        let freed = state.trim(max, needed);
-        self.budget.used.fetch_sub(freed, Ordering::Relaxed);
+        state.trim(max, needed);
+        self.budget.used.fetch_add(state.held, Ordering::Relaxed);
+        self.budget.used.fetch_sub(before, Ordering::Relaxed);
         drop(state);
         self.grown.notify_waiters();
     }
@@ -201,8 +204,9 @@ impl Log {
     /// Gives the memory back; what was there is gone.
     pub fn clear(&self) {
         let mut state = self.lock();
-        let freed = state.trim(0, None);
-        self.budget.used.fetch_sub(freed, Ordering::Relaxed);
+        let before = state.held;
+        state.trim(0, None);
+        self.budget.used.fetch_sub(before - state.held, Ordering::Relaxed);
     }
 
     pub fn attach(self: &Arc<Self>, offset: u64) -> Attachment {
@@ -214,18 +218,35 @@ impl Log {
 
 impl State {
     fn push(&mut self, stream: Stream, mut data: &[u8]) {
-        self.end += data.len() as u64;
+        // Whoever had read everything falls behind only now, however long it was quiet.
+        let (now, end) = (Instant::now(), self.end);
+        self.readers.values_mut().filter(|reader| reader.position >= end).for_each(|reader| reader.moved = now);
         // Small writes share a chunk: a million of them must not cost a million allocations.
         if let Some(last) = self.chunks.back_mut().filter(|last| last.stream == stream) {
             let len = data.len().min(CHUNK_MAX_BYTES.saturating_sub(last.data.len()));
             last.data.extend_from_slice(&data[..len]);
             data = &data[len..];
+            self.end += len as u64;
+            self.held += len;
         }
         while !data.is_empty() {
             let len = data.len().min(CHUNK_MAX_BYTES);
-            self.chunks.push_back(Chunk { stream, data: data[..len].to_vec() });
+            self.chunks.push_back(Chunk { stream, offset: self.end, data: data[..len].to_vec() });
             data = &data[len..];
+            self.end += len as u64;
+            self.held += len + CHUNK_COST_BYTES;
         }
+    }
+
+    /// The chunk with the byte at this position, which is held.
+    fn index(&self, position: u64) -> usize {
+        self.chunks.partition_point(|chunk| chunk.offset <= position).saturating_sub(1)
+    }
+
+    /// What is held from this position on costs so much.
+    fn cost_from(&self, position: u64) -> usize {
+        let chunks = self.chunks.len() - self.index(position);
+        usize::try_from(self.end - position.min(self.end)).unwrap_or(usize::MAX) + chunks * CHUNK_COST_BYTES
     }
 
     /// Where the slowest reader is that is still waited for.
@@ -234,33 +255,26 @@ impl State {
         waited_for.map(|r| r.position.max(self.start)).min()
     }
 
-    /// Drops whole chunks from the front until at most `max` bytes are left, but none that is still needed from an
-    /// offset on: a reader may stand in the middle of a chunk. Returns how many bytes went.
-    fn trim(&mut self, max: usize, needed: Option<u64>) -> usize {
-        let mut freed = 0;
-        while self.end - self.start > max as u64 {
+    /// Drops whole chunks from the front until they cost at most `max` bytes, but none that is still needed from an offset
+    /// on: a reader may stand in the middle of a chunk.
+    fn trim(&mut self, max: usize, needed: Option<u64>) {
+        while self.held > max {
             let Some(chunk) = self.chunks.front() else { break };
-            if needed.is_some_and(|needed| self.start + chunk.data.len() as u64 > needed) {
+            let next = chunk.offset + chunk.data.len() as u64;
+            if needed.is_some_and(|needed| next > needed) {
                 break;
             }
-            let Some(chunk) = self.chunks.pop_front() else { break };
-            self.start += chunk.data.len() as u64;
-            freed += chunk.data.len();
+            self.held -= chunk.data.len() + CHUNK_COST_BYTES;
+            self.start = next;
+            self.chunks.pop_front();
         }
-        freed
     }
 
     fn find(&self, position: u64) -> Option<(Stream, Bytes)> {
-        let mut at = self.start;
-        for chunk in &self.chunks {
-            let next = at + chunk.data.len() as u64;
-            if position < next {
-                let from = usize::try_from(position - at).unwrap_or(0);
-                return Some((chunk.stream, Bytes::copy_from_slice(&chunk.data[from..])));
-            }
-            at = next;
-        }
-        None
+        let chunk = self.chunks.get(self.index(position))?;
+        let from = usize::try_from(position.checked_sub(chunk.offset)?).ok()?;
+        let data = chunk.data.get(from..).filter(|data| !data.is_empty())?;
+        Some((chunk.stream, Bytes::copy_from_slice(data)))
     }
 }
 
