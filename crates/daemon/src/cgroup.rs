@@ -6,12 +6,16 @@
 //!   └ space                 memory.max, pids.max; frozen before a snapshot
 //!       └ <command id>
 //! ```
-//! On a host (tests) there are no groups: a command is then its process group.
+//! On a host (tests) there are groups only below a folder given for it; without them a command is its process group.
+//!
+//! While the programs are frozen none can be started: the start of a program waits for its exec, which a frozen group
+//! never reaches, and the daemon with it.
 
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::Mode;
@@ -23,6 +27,8 @@ const PIDS_MAX: u64 = 4096;
 
 pub struct Groups {
     space: Option<PathBuf>,
+    /// Held over every start, so that none is under way when the programs are told to stand still.
+    frozen: Mutex<bool>,
 }
 
 /// One command's group.
@@ -43,23 +49,25 @@ pub fn memory(key: &str) -> u64 {
 
 impl Groups {
     pub fn open(mode: &Mode) -> Self {
-        if *mode != Mode::Guest {
-            return Self { space: None };
-        }
-        match Self::set_up() {
-            Ok(space) => Self { space: Some(space) },
+        let root = match mode {
+            Mode::Guest => Some(Path::new(ROOT)),
+            Mode::Host { cgroup, .. } => cgroup.as_deref(),
+        };
+        let space = root.and_then(|root| match Self::set_up(root) {
+            Ok(space) => Some(space),
             Err(error) => {
                 crate::log::say(&format!("no control groups: {error}"));
-                Self { space: None }
+                None
             }
-        }
+        });
+        Self { space, frozen: Mutex::default() }
     }
 
-    fn set_up() -> io::Result<PathBuf> {
-        let space = Path::new(ROOT).join("space");
+    fn set_up(root: &Path) -> io::Result<PathBuf> {
+        let space = root.join("space");
         for controller in ["+memory", "+pids", "+cpu"] {
             // A kernel without one of them is poorer, not unusable.
-            let _ = fs::write(Path::new(ROOT).join("cgroup.subtree_control"), controller);
+            let _ = fs::write(root.join("cgroup.subtree_control"), controller);
         }
         fs::create_dir_all(&space)?;
         for controller in ["+memory", "+pids", "+cpu"] {
@@ -80,9 +88,17 @@ impl Groups {
         Ok(Some(Group { path }))
     }
 
+    /// For the length of a start. `None`: the programs stand still, and one more could not begin.
+    pub fn while_running(&self) -> Option<MutexGuard<'_, bool>> {
+        Some(self.frozen.lock().unwrap_or_else(PoisonError::into_inner)).filter(|frozen| !**frozen)
+    }
+
     fn set_frozen(&self, frozen: bool) -> io::Result<()> {
         let Some(space) = &self.space else { return Ok(()) };
-        fs::write(space.join("cgroup.freeze"), if frozen { "1" } else { "0" })
+        let mut state = self.frozen.lock().unwrap_or_else(PoisonError::into_inner);
+        fs::write(space.join("cgroup.freeze"), if frozen { "1" } else { "0" })?;
+        *state = frozen;
+        Ok(())
     }
 
     pub fn thaw(&self) -> io::Result<()> {

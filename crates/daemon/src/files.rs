@@ -23,6 +23,8 @@ use tonic::Status;
 use crate::sys::FileRights;
 use crate::users::User;
 
+/// Transfers of files at the same time; more wait in line.
+pub const TRANSFERS_MAX: usize = 24;
 const PATH_MAX_BYTES: usize = 4095;
 const COMPONENT_MAX_BYTES: usize = 255;
 const LIST_MAX: usize = 1000;

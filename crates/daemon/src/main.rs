@@ -4,7 +4,7 @@
 //! files, and sets clock, entropy and identity after every restore. It trusts nobody in the guest: programs run as their
 //! own users, and none of them can reach the channel. It must never end: its end is the guest's.
 //!
-//! `space-daemon --socket PATH` serves the same interface on a Unix socket of an ordinary host, for tests; it then leaves
+//! `space-daemon --socket PATH [--cgroup FOLDER]` serves the same interface on a Unix socket of an ordinary host, for tests; it then leaves
 //! the host's clock, names and entropy alone.
 
 mod archive;
@@ -27,13 +27,16 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+/// More than there are transfers, so that short work on files finds a thread while all of those stand still.
+const BLOCKING_THREADS_MAX: usize = 2 * files::TRANSFERS_MAX;
+
 /// Where the daemon runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// PID 1 of a microVM.
     Guest,
-    /// A process of a host, behind a Unix socket.
-    Host(PathBuf),
+    /// A process of a host, behind a Unix socket; with control groups below a folder that was made for it, if any.
+    Host { socket: PathBuf, cgroup: Option<PathBuf> },
 }
 
 /// What the parts share.
@@ -46,10 +49,11 @@ pub struct Daemon {
 fn mode() -> Result<Mode, String> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["--socket", path] => Ok(Mode::Host(path.into())),
+        ["--socket", path] => Ok(Mode::Host { socket: path.into(), cgroup: None }),
+        ["--socket", path, "--cgroup", group] => Ok(Mode::Host { socket: path.into(), cgroup: Some(group.into()) }),
         // The kernel passes on what it does not know of its command line.
         _ if std::process::id() == 1 => Ok(Mode::Guest),
-        _ => Err("usage: space-daemon --socket PATH; without it this is PID 1 of a guest".to_owned()),
+        _ => Err("usage: space-daemon --socket PATH [--cgroup FOLDER]; without it this is PID 1 of a guest".to_owned()),
     }
 }
 
@@ -68,7 +72,7 @@ fn main() -> ExitCode {
         log::say(&format!("cannot start: {error}"));
         return ExitCode::FAILURE;
     }
-    if let Mode::Host(_) = mode {
+    if let Mode::Host { .. } = mode {
         eprintln!("space-daemon: on a host: clock, entropy, host name and machine-id are left alone");
     }
     match run(mode) {
@@ -83,7 +87,10 @@ fn main() -> ExitCode {
 fn run(mode: Mode) -> std::io::Result<()> {
     sys::become_subreaper();
     // One thread runs everything: under emulation threads cost more than they give. What blocks has threads of its own.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(8).build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(BLOCKING_THREADS_MAX)
+        .build()?;
     runtime.block_on(async {
         let groups = cgroup::Groups::open(&mode);
         let daemon =

@@ -34,6 +34,7 @@ const DRAIN_MAX: Duration = Duration::from_secs(2);
 const READ_BYTES: usize = 32 * 1024;
 const STDIN_QUEUED: usize = 4;
 const BUDGET_PART: u64 = 8;
+const LISTED_ARGV_BYTES: usize = 1024;
 
 /// Input for a command.
 pub enum Input {
@@ -183,7 +184,7 @@ impl Table {
 
     pub fn list(&self) -> Vec<ProcessInfo> {
         self.sweep();
-        let mut all: Vec<_> = self.lock().values().map(|process| process.info()).collect();
+        let mut all: Vec<_> = self.lock().values().map(|process| shortened(process.info())).collect();
         all.sort_by(|a, b| a.process_id.cmp(&b.process_id));
         all
     }
@@ -270,17 +271,20 @@ impl Table {
         }
     }
 
-    /// Starts a reserved command; one that was started before stays as it is.
-    pub fn start(&self, process: &Arc<Process>, settings: &Settings) {
+    /// Starts a reserved command; one that was started before stays as it is. `false`: the programs are frozen now, try
+    /// again.
+    pub fn start(&self, process: &Arc<Process>, settings: &Settings) -> bool {
         let mut state = process.state();
         if !matches!(state.phase, Phase::Reserved { .. }) {
-            return;
+            return true;
         }
+        let Some(_running) = self.groups.while_running() else { return false };
         state.started_unix_ms = unix_ms();
         let group = match self.groups.create(&process.id) {
             Ok(group) => group,
             Err(error) => {
-                return process.not_started(&mut state, 126, format!("no control group: {error}"));
+                process.not_started(&mut state, 126, format!("no control group: {error}"));
+                return true;
             }
         };
         // The runtime has one thread, so the reaper cannot come in between the start and the entry in `pids`.
@@ -290,7 +294,8 @@ impl Table {
                 if let Some(group) = group {
                     group.remove();
                 }
-                return process.not_started(&mut state, error.code, error.message);
+                process.not_started(&mut state, error.code, error.message);
+                return true;
             }
         };
         let (sender, status) = oneshot::channel();
@@ -306,7 +311,24 @@ impl Table {
         if process.spec.timeout_ms > 0 {
             tokio::spawn(process.clone().time_out(Duration::from_millis(process.spec.timeout_ms)));
         }
+        true
     }
+}
+
+/// All commands must fit into one message: without their environment, and without more of their arguments than tells what
+/// they are.
+fn shortened(mut info: ProcessInfo) -> ProcessInfo {
+    if let Some(spec) = &mut info.spec {
+        spec.env.clear();
+        let mut left = LISTED_ARGV_BYTES;
+        spec.argv.retain_mut(|argument| {
+            let fits = left > 0;
+            argument.truncate(argument.floor_char_boundary(left));
+            left = left.saturating_sub(argument.len() + 1);
+            fits
+        });
+    }
+    info
 }
 
 fn check(id: &str, spec: &ProcessSpec) -> Result<(), Status> {

@@ -1,7 +1,7 @@
 //! The guest's gRPC face: takes a message apart, calls one function of another module, and streams what comes back.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use space_proto::GUEST_PROTOCOL;
 use space_proto::guest::attach_input::Kind as In;
@@ -14,7 +14,7 @@ use space_proto::guest::{
     RemoveFileReply, RemoveFileRequest, RenameFileRequest, ReserveReply, ReserveRequest, SignalRequest,
     WriteArchiveReply, WriteFileChunk, WriteFileOpen,
 };
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -26,6 +26,10 @@ use crate::{Daemon, archive, cgroup, refresh, spawn};
 
 const WAIT_MAX: Duration = Duration::from_secs(3600);
 const CHUNKS_QUEUED: usize = 4;
+const FROZEN_PATIENCE: Duration = Duration::from_secs(15);
+const FROZEN_STEP: Duration = Duration::from_millis(10);
+/// One that nobody reads, or nothing is sent to, holds its thread for as long as its stream is open.
+static TRANSFERS: Semaphore = Semaphore::const_new(files::TRANSFERS_MAX);
 
 pub struct Service(pub Arc<Daemon>);
 
@@ -37,10 +41,16 @@ impl Service {
         spawn::user(spec, &self.0.identity.settings()).map_err(Status::not_found)
     }
 
-    fn start_now(&self, process: &Arc<Process>) {
-        if process.is_reserved() {
-            self.0.table.start(process, &self.0.identity.settings());
+    /// Waits while the programs are frozen: that is the length of a snapshot.
+    async fn start_now(&self, process: &Arc<Process>) -> Result<(), Status> {
+        let begun = Instant::now();
+        while process.is_reserved() && !self.0.table.start(process, &self.0.identity.settings()) {
+            if begun.elapsed() > FROZEN_PATIENCE {
+                return Err(Status::unavailable("the sandbox stands still for a snapshot; try again in a moment"));
+            }
+            tokio::time::sleep(FROZEN_STEP).await;
         }
+        Ok(())
     }
 }
 
@@ -79,6 +89,7 @@ fn download(
     let (chunks, receiver) = mpsc::channel(CHUNKS_QUEUED);
     tokio::spawn(async move {
         let to = chunks.clone();
+        let _turn = TRANSFERS.acquire().await;
         if let Err(status) = as_user(user, move |user| produce(user, &to)).await {
             let _ = chunks.send(Err(status)).await;
         }
@@ -204,7 +215,7 @@ impl Guest for Service {
 
     async fn start(&self, request: Request<ProcessRef>) -> Answer<ProcessInfo> {
         let process = self.0.table.get(&request.into_inner().process_id)?;
-        self.start_now(&process);
+        self.start_now(&process).await?;
         Ok(Response::new(process.info()))
     }
 
@@ -221,7 +232,7 @@ impl Guest for Service {
         // Before the start, so that not a byte of it is thrown away unread.
         let reader = process.log.attach(open.offset);
         if !open.read_only {
-            self.start_now(&process);
+            self.start_now(&process).await?;
             tokio::spawn(input(process.clone(), messages));
         }
         tokio::spawn(output(process, reader, open, sender));
@@ -286,6 +297,7 @@ impl Guest for Service {
     async fn write_file(&self, request: Request<Streaming<WriteFileChunk>>) -> Answer<FileStat> {
         let (open, mut pieces) = upload(request.into_inner()).await?;
         let user = self.user(&open.user)?;
+        let _turn = TRANSFERS.acquire().await;
         as_user(user, move |user| files::write(&open, user, &mut pieces)).await.map(Response::new)
     }
 
@@ -300,6 +312,7 @@ impl Guest for Service {
     async fn write_archive(&self, request: Request<Streaming<WriteFileChunk>>) -> Answer<WriteArchiveReply> {
         let (open, mut pieces) = upload(request.into_inner()).await?;
         let user = self.user(&open.user)?;
+        let _turn = TRANSFERS.acquire().await;
         as_user(user, move |user| archive::write(&open, user, &mut pieces)).await.map(Response::new)
     }
 }

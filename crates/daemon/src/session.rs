@@ -29,7 +29,7 @@ pub async fn serve(daemon: Arc<Daemon>) -> io::Result<()> {
             let (port, gone) = port::open()?;
             accept(&daemon, Listener::with_reopened(port, gone), streams).await;
         }
-        Mode::Host(path) => {
+        Mode::Host { socket: path, .. } => {
             let _ = std::fs::remove_file(path);
             let listener = UnixListener::bind(path)?;
             loop {

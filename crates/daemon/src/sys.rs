@@ -134,6 +134,8 @@ pub fn prepare(command: &mut Command, setup: ChildSetup) {
             libc::sigemptyset(&raw mut none);
             libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
             libc::umask(0o022);
+            // Whatever descriptor was inherited or opened without the flag must not reach the program.
+            libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
             check(libc::setgroups(setup.groups.len(), setup.groups.as_ptr()))?;
             check(libc::setgid(setup.gid))?;
             check(libc::setuid(setup.uid))
