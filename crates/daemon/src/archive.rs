@@ -3,7 +3,9 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
-use std::path::Path;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::{Buf as _, Bytes};
 use space_proto::guest::{FileChunk, PathRequest, WriteArchiveReply, WriteFileOpen};
@@ -15,6 +17,8 @@ use crate::users::User;
 
 const CHUNK_BYTES: usize = 64 * 1024;
 const ENTRIES_MAX: u64 = 2_000_000;
+/// Folders whose rights and times are put right at the end.
+const FOLDERS_MAX: usize = 100_000;
 
 /// Collects small writes of the tar library into chunks.
 struct Outlet<'a> {
@@ -125,6 +129,8 @@ pub fn write(
     archive.set_preserve_ownerships(false);
     archive.set_unpack_xattrs(false);
     let mut entries = 0;
+    let mut folders = Vec::new();
+    let inside = fs::canonicalize(&target).map_err(|e| files::status("unpack into", &target, &e))?;
     let damaged = |error: &io::Error| Status::invalid_argument(format!("the archive is damaged or broke off: {error}"));
     for entry in archive.entries().map_err(|e| damaged(&e))? {
         let mut entry = entry.map_err(|e| damaged(&e))?;
@@ -136,6 +142,15 @@ pub fn write(
             )));
         }
         let name = entry.path().map_err(|e| damaged(&e))?.display().to_string();
+        entries += 1;
+        if entries > ENTRIES_MAX {
+            return Err(Status::resource_exhausted("the archive has too many entries"));
+        }
+        if kind.is_dir() {
+            let path = entry.path().map_err(|e| damaged(&e))?.into_owned();
+            make_folder(&inside, &path, entry.header(), &mut folders)?;
+            continue;
+        }
         let unpacked = entry.unpack_in(&target).map_err(|e| match e.raw_os_error() {
             Some(_) => files::status("unpack", &target, &e),
             None => unpack_error(&name, &e),
@@ -145,14 +160,62 @@ pub fn write(
                 "the archive entry {name:?} leaves the folder it is unpacked in"
             )));
         }
-        entries += 1;
-        if entries > ENTRIES_MAX {
-            return Err(Status::resource_exhausted("the archive has too many entries"));
-        }
     }
+    finish_folders(&folders)?;
     // What follows the last entry is padding; reading it tells a whole upload from a broken one.
     io::copy(&mut inlet, &mut io::sink()).map_err(|e| damaged(&e))?;
     Ok(WriteArchiveReply { entries, bytes: inlet.total })
+}
+
+/// A folder of the archive, and what it is to be once everything is in it.
+type Folder = (PathBuf, u32, SystemTime);
+
+/// Makes the folder with rights that let its content come in; its own rights and time come last.
+fn make_folder(target: &Path, name: &Path, header: &tar::Header, folders: &mut Vec<Folder>) -> Result<(), Status> {
+    let outside = || {
+        let name = name.display();
+        Status::invalid_argument(format!("the archive entry {name:?} leaves the folder it is unpacked in"))
+    };
+    if !name.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir)) {
+        return Err(outside());
+    }
+    let path = target.join(name);
+    if !stays_inside(target, &path) {
+        return Err(outside());
+    }
+    match fs::symlink_metadata(&path) {
+        Ok(found) if found.is_dir() => {}
+        Ok(_) => return Err(Status::failed_precondition(format!("{} is there and is no folder", path.display()))),
+        Err(_) => fs::create_dir_all(&path).map_err(|e| files::status("make", &path, &e))?,
+    }
+    if folders.len() < FOLDERS_MAX && path.components().count() > target.components().count() {
+        let since = Duration::from_secs(header.mtime().unwrap_or(0));
+        let mtime = UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH);
+        folders.push((path, header.mode().unwrap_or(0o755) & 0o7777, mtime));
+    }
+    Ok(())
+}
+
+/// Whether the place of the path, as far as it is there already, lies below the target: a link of the same archive may
+/// lead elsewhere.
+fn stays_inside(target: &Path, path: &Path) -> bool {
+    let there = path.ancestors().skip(1).find(|part| fs::symlink_metadata(part).is_ok());
+    path == target || there.is_some_and(|part| fs::canonicalize(part).is_ok_and(|real| real.starts_with(target)))
+}
+
+/// The innermost first, or a folder that loses its rights would keep its own from getting theirs.
+fn finish_folders(folders: &[Folder]) -> Result<(), Status> {
+    for (path, mode, mtime) in folders.iter().rev() {
+        // One that was replaced by a link meanwhile is none.
+        if fs::symlink_metadata(path).is_ok_and(|found| found.is_dir()) {
+            let opened = fs::File::open(path);
+            let rights = fs::Permissions::from_mode(*mode);
+            fs::set_permissions(path, rights).map_err(|e| files::status("set the rights of", path, &e))?;
+            // A time that cannot be set spoils nothing.
+            let _ = opened.and_then(|folder| folder.set_modified(*mtime));
+        }
+    }
+    Ok(())
 }
 
 /// The library wraps the cause; a full disk must not read as a damaged archive.
