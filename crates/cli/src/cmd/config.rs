@@ -29,6 +29,7 @@ enum ConfigCommand {
     #[command(after_help = AFTER_HELP)]
     Show,
     /// Every environment variable that is read, and what for
+    #[command(after_help = AFTER_HELP)]
     Variables,
 }
 

@@ -20,7 +20,8 @@ docker://HOST[:PORT]/NAME[:TAG][@DIGEST]. Files and folders are those of the ser
 
 Examples:
   space template build py:1 --source docker://127.0.0.1:5000/python:3.12
-  space template build web --source dir:./rootfs --start 'python3 -m http.server 8000' --ready 'nc -z 127.0.0.1 8000'
+  space template build web --source dir:./rootfs \\
+    --start-command 'python3 -m http.server 8000' --ready-command 'nc -z 127.0.0.1 8000'
   space template list
   space template tag seed:latest seed:good
   space template delete py:1";
@@ -72,10 +73,10 @@ struct Build {
     disk: Option<u64>,
     /// Shell command that is started before the freeze
     #[arg(long, value_name = "COMMAND")]
-    start: Option<String>,
+    start_command: Option<String>,
     /// Shell command that must succeed before the freeze
     #[arg(long, value_name = "COMMAND")]
-    ready: Option<String>,
+    ready_command: Option<String>,
     /// How long that may take [default: the server's]
     #[arg(long, value_parser = duration)]
     ready_timeout: Option<u64>,
@@ -134,8 +135,8 @@ impl Build {
                 memory_mib: self.memory,
                 vcpus: self.vcpus,
                 disk_bytes: self.disk,
-                start_command: self.start,
-                ready_command: self.ready,
+                start_command: self.start_command,
+                ready_command: self.ready_command,
                 ready_timeout_seconds: self.ready_timeout,
                 env: self.env.into_iter().collect(),
                 user: self.user,
