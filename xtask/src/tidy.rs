@@ -137,7 +137,7 @@ fn licence_is_allowed(expression: &str, allowed: &[String]) -> bool {
     let all = |alternative: &str| alternative.split(" AND ").all(term);
     let each_part_has_one =
         |expression: &str| expression.split(" AND ").all(|part| part.replace(['(', ')'], " ").split(" OR ").any(term));
-    flat.split(" OR ").any(all) || each_part_has_one(expression)
+    if expression.contains('(') { each_part_has_one(expression) } else { flat.split(" OR ").any(all) }
 }
 
 fn check_licences(metadata: &Value, faults: &mut Vec<String>) -> Result<()> {

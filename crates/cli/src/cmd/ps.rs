@@ -39,7 +39,7 @@ impl Ps {
                 process.id,
                 state,
                 process.pid.to_string(),
-                process.user,
+                if process.user.is_empty() { "-".into() } else { process.user },
                 process.started_at_ms.map_or("-".into(), age),
                 size(process.output_end),
                 process.argv.join(" ").chars().take(80).collect(),

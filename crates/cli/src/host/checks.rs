@@ -138,8 +138,8 @@ async fn server(config: &ServerConfig) -> (Vec<Finding>, Option<Client>) {
     match client.info().await {
         Ok(info) => {
             let text = format!(
-                "{} at {}, driver {} {} ({}), {} sandboxes",
-                info.version, file.url, info.driver, info.driver_version, info.driver_reason, info.runs
+                "{} at {}, driver {} {}, {} sandboxes",
+                info.version, file.url, info.driver, info.driver_version, info.runs
             );
             (vec![Finding::ok(NAME, text)], Some(client))
         }
