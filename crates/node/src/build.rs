@@ -97,6 +97,26 @@ fn checked(options: TemplateOptions, runs: &Runs) -> Result<TemplateOptions, Nod
     Err(NodeError::Invalid(fault))
 }
 
+fn work_folder(runs: &Runs) -> PathBuf {
+    runs.config.data_dir.join("build")
+}
+
+/// Removes the root file systems of builds whose service died; what they had in the pool goes when that is opened.
+pub async fn sweep(runs: &Arc<Runs>) -> Result<(), NodeError> {
+    let left = |runs: &Runs| {
+        let folder = work_folder(runs);
+        match std::fs::remove_dir_all(&folder) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                // A tool of the dead build may still write there; the next start tries again.
+                tracing::warn!(%error, folder = %folder.display(), "the remains of a build are left for the next start");
+            }
+            _ => {}
+        }
+        Ok(())
+    };
+    runs.blocking(left).await
+}
+
 /// Folders of one build, removed whatever happens.
 struct Scratch {
     runs: Arc<Runs>,
@@ -108,7 +128,7 @@ impl Scratch {
     fn new(runs: &Arc<Runs>) -> Result<Self, NodeError> {
         let name = format!("build-{}", uuid::Uuid::new_v4().simple());
         // Not in the pool: it is mounted without devices and programs, and a root file system has both.
-        let work = runs.config.data_dir.join("build").join(&name);
+        let work = work_folder(runs).join(&name);
         let parent = work.parent().unwrap_or(Path::new("/"));
         std::fs::create_dir_all(parent).map_err(NodeError::io(format!("create {}", parent.display())))?;
         Ok(Self { runs: runs.clone(), name, work })

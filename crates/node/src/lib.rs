@@ -80,7 +80,11 @@ pub struct Node {
     pub data_url: String,
     shared: Arc<runs::Runs>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
+    warm: tokio::task::JoinHandle<()>,
 }
+
+/// For the VM that is being parked when the node ends. Cut off, it would run on until the next start sweeps it.
+const PARK_PATIENCE: std::time::Duration = std::time::Duration::from_secs(20);
 
 impl Node {
     /// Adopts what runs, sweeps what an earlier service left half done, and opens both doors.
@@ -95,6 +99,7 @@ impl Node {
         let data_url = format!("ws://{address}");
         let socket = config.grpc_socket.clone();
         let shared = runs::Runs::open(config, data_url.clone()).await?;
+        build::sweep(&shared).await?;
 
         let _ = std::fs::remove_file(&socket);
         let grpc = UnixListener::bind(&socket)
@@ -116,7 +121,7 @@ impl Node {
             }
         });
         let warm = tokio::spawn(warm::keep(shared.clone()));
-        Ok(Self { data_url, shared, tasks: vec![grpc, data, warm] })
+        Ok(Self { data_url, shared, tasks: vec![grpc, data], warm })
     }
 
     /// VMs that run now.
@@ -128,6 +133,10 @@ impl Node {
     pub async fn stop(self) {
         for task in &self.tasks {
             task.abort();
+        }
+        self.shared.warm.close();
+        if tokio::time::timeout(PARK_PATIENCE, self.warm).await.is_err() {
+            tracing::warn!("a VM that was being parked is left for the next start to sweep");
         }
         self.shared.warm.clear(&self.shared).await;
     }

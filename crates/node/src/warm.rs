@@ -5,6 +5,7 @@
 //! would take for a sandbox. It is never handed out twice, and never before its guest has confirmed the new identity.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,8 @@ struct Wanted {
 pub struct Warm {
     wanted: Mutex<HashMap<String, Wanted>>,
     changed: Notify,
+    closing: AtomicBool,
+    closed: Notify,
 }
 
 impl Warm {
@@ -63,6 +66,17 @@ impl Warm {
     pub async fn forget(&self, runs: &Arc<Runs>, digest: &str) {
         let gone = self.wanted_map().remove(digest);
         end(runs, gone.into_iter().flat_map(|w| w.parked).collect()).await;
+    }
+
+    /// No more VMs are parked; one that is just being made is finished first, so that [`Warm::clear`] finds it.
+    pub fn close(&self) {
+        self.closing.store(true, Ordering::Release);
+        self.closed.notify_one();
+        self.changed.notify_one();
+    }
+
+    fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
     }
 
     pub async fn clear(&self, runs: &Arc<Runs>) {
@@ -105,12 +119,15 @@ async fn end(runs: &Arc<Runs>, parked: Vec<(Machine, Guest)>) {
     }
 }
 
-/// Keeps the pool filled, one VM at a time, so that creates come first.
+/// Keeps the pool filled, one VM at a time, so that creates come first. Ends when the pool is closed.
 pub async fn keep(runs: Arc<Runs>) {
     let size = runs.config.warm_per_template;
     loop {
         // A tick lets old templates go.
         let _ = tokio::time::timeout(Duration::from_secs(60), runs.warm.changed.notified()).await;
+        if runs.warm.is_closing() {
+            return;
+        }
         end(&runs, runs.warm.expired()).await;
         while let Some(template) = runs.warm.lacking(size) {
             let room = runs.warm.parked_bytes() + (u64::from(template.meta.memory_mib) << 20)
@@ -122,10 +139,13 @@ pub async fn keep(runs: Arc<Runs>) {
                 Ok((machine, guest)) => {
                     let unwanted = runs.warm.park(&template, machine, guest);
                     end(&runs, unwanted.into_iter().collect()).await;
+                    if runs.warm.is_closing() {
+                        return;
+                    }
                 }
                 Err(error) => {
                     tracing::debug!(error = error.text(), "no VM could be parked");
-                    tokio::time::sleep(BACK_OFF).await;
+                    let _ = tokio::time::timeout(BACK_OFF, runs.warm.closed.notified()).await;
                     break;
                 }
             }

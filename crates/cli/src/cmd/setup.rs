@@ -237,6 +237,10 @@ impl Setup {
                 number = signals.fatal() => Err(interrupted(number)),
             };
             running.stop().await;
+            if built.is_err() {
+                // Opening sweeps what the build left half done; otherwise the next start does.
+                let _ = tokio::task::spawn_blocking(move || pool::open(&private).map(drop)).await;
+            }
             drop(held);
             built?
         };

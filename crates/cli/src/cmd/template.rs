@@ -109,11 +109,23 @@ fn absolute_source(source: &str) -> String {
 
 /// Builds and shows progress until the end.
 pub async fn build(client: &Client, body: &BuildTemplate, silent: bool) -> Result<Operation, ClientError> {
-    let mut operation = client.build_template(body, &idempotency_key()).await?;
+    let operation = client.build_template(body, &idempotency_key()).await?;
+    watch(client, operation, silent).await
+}
+
+/// Shows the progress of a build until its end.
+pub async fn watch(client: &Client, mut operation: Operation, silent: bool) -> Result<Operation, ClientError> {
     let mut progress = Progress::steps(silent);
+    let mut step = String::from("building");
     while !operation.state.ended() {
         match &operation.progress {
-            Some(now) => progress.set(&output::clean(&now.step), now.done, now.total),
+            Some(now) => {
+                // Bytes within a step come without its name.
+                if !now.step.is_empty() {
+                    step = output::clean(&now.step);
+                }
+                progress.set(&step, now.done, now.total);
+            }
             None => progress.set("waiting for the build to start", 0, 0),
         }
         match client.operation(&operation.id, Some(Duration::from_secs(1))).await {

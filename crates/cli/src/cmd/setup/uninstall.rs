@@ -7,7 +7,8 @@ use crate::output::{self, note};
 use crate::server::lock;
 
 /// What we ever put into a data folder; anything else is somebody's and stays.
-const OURS: [&str; 18] = [
+const OURS: [&str; 20] = [
+    "build",
     "pool.img",
     "pool.img.new",
     "kernel",
@@ -18,6 +19,7 @@ const OURS: [&str; 18] = [
     "initramfs.new",
     "initramfs.json",
     "seed.json",
+    "seed-build.json",
     "control.db",
     "control.db-wal",
     "control.db-shm",
