@@ -42,7 +42,8 @@ impl Daemon {
         let child = command.arg("--socket").arg(&socket).args(arguments).stderr(Stdio::null()).spawn().unwrap();
         let daemon = Self { child, dir, socket };
         let start = std::time::Instant::now();
-        while !daemon.socket.exists() {
+        // The file is there from `bind` on; only after `listen` does it take connections.
+        while std::os::unix::net::UnixStream::connect(&daemon.socket).is_err() {
             assert!(start.elapsed() < PATIENCE, "the daemon does not listen");
             std::thread::sleep(Duration::from_millis(5));
         }
