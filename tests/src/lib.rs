@@ -9,11 +9,13 @@
 mod api;
 mod attach;
 mod cli;
+mod registry;
 mod server;
 
 pub use api::{Api, Sandbox};
 pub use attach::{Attached, Ended};
 pub use cli::{Output, space};
+pub use registry::Registry;
 pub use server::{Server, memory_kib};
 
 /// Ends the test with a printed reason when the stage is not set.

@@ -6,12 +6,14 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
-use space_tests::{Api, Server, shared_or_skip};
+use space_tests::{Api, Registry, Sandbox, Server, shared_or_skip};
 
 async fn build(api: &Api, tag: &str, source: &str, mut options: Value) -> Result<Value> {
     options["memory_mib"] = json!(128);
     options["disk_bytes"] = json!(128 * 1024 * 1024);
-    let body = json!({"tag": tag, "source": source, "options": options});
+    let body = json!({
+        "tag": tag, "source": source, "options": options, "insecure_registry": source.starts_with("docker://127.")
+    });
     let started = api.post("/v1/templates", body).await?;
     let path = format!("/v1/operations/{}?wait=200", started["id"].as_str().context("no id")?);
     api.get(&path).await
@@ -82,12 +84,7 @@ async fn an_oci_image_becomes_a_sandbox_with_its_user_folder_and_environment() -
     oci_layout(&work.path().join("image"), work.path())?;
     let source = format!("oci:{}", work.path().join("image").display());
     let made = build(&api, "oci-test", &source, json!({})).await?;
-    assert_eq!(made["state"], "succeeded", "{made}");
-    assert_eq!(made["template"]["entrypoint"], json!(["/bin/sh"]));
-    let sandbox = api.sandbox("oci-test").await?;
-    let said =
-        sandbox.sh("id -u; pwd; echo $COLOUR; cat /etc/added; echo; test -e /etc/removed; echo $?").await?.ok()?;
-    assert_eq!(said, "4321\n/home/app\ngreen\nfrom the second layer\n1");
+    let sandbox = image_sandbox(&api, "oci-test", &made).await?;
 
     let refused = api.call("DELETE", "/v1/templates/oci-test", None).await?;
     assert_eq!((refused.status, refused.code()), (409, "in_use"), "{refused:?}");
@@ -96,6 +93,39 @@ async fn an_oci_image_becomes_a_sandbox_with_its_user_folder_and_environment() -
     assert!(gone.status < 300, "{gone:?}");
     let missing = api.call("GET", "/v1/templates/oci-test", None).await?;
     assert_eq!(missing.status, 404);
+    Ok(())
+}
+
+/// A sandbox of the image, which is what its layers and its configuration say.
+async fn image_sandbox(api: &Api, tag: &str, made: &Value) -> Result<Sandbox> {
+    assert_eq!(made["state"], "succeeded", "{made}");
+    assert_eq!(made["template"]["entrypoint"], json!(["/bin/sh"]));
+    let sandbox = api.sandbox(tag).await?;
+    let said =
+        sandbox.sh("id -u; pwd; echo $COLOUR; cat /etc/added; echo; test -e /etc/removed; echo $?").await?.ok()?;
+    assert_eq!(said, "4321\n/home/app\ngreen\nfrom the second layer\n1");
+    Ok(sandbox)
+}
+
+#[tokio::test]
+async fn an_image_comes_from_a_registry() -> Result<()> {
+    let server = shared_or_skip!();
+    let Some(registry) = Registry::start()? else { return Ok(()) };
+    let api = server.api()?;
+    let work = tempfile::tempdir()?;
+    let layout = work.path().join("image");
+    oci_layout(&layout, work.path())?;
+    registry.push(&layout, "team/app", "v1").await?;
+    let made = build(&api, "registry-test", &registry.source("team/app", "v1"), json!({})).await?;
+    drop(image_sandbox(&api, "registry-test", &made).await?);
+    let missing = build(&api, "registry-none", &registry.source("team/app", "v2"), json!({})).await?;
+    assert_eq!(missing["state"], "failed", "{missing}");
+    assert!(missing["error"]["message"].as_str().is_some_and(|m| m.contains("v2")), "{missing}");
+    drop(registry);
+    // What was pulled does not need the registry any more.
+    drop(image_sandbox(&api, "registry-test", &made).await?);
+    let gone = api.call("DELETE", "/v1/templates/registry-test", None).await?;
+    assert!(gone.status < 300, "{gone:?}");
     Ok(())
 }
 

@@ -13,6 +13,7 @@ use space_api::{CreateCommand, CreateSandbox};
 use crate::{output_of, run as run_command, shown, space_binary};
 
 const ROUNDS: usize = 10;
+const LEARNS: Duration = Duration::from_secs(60);
 const WAIT: Duration = Duration::from_secs(60);
 
 const PROGRAM: &str = r#"
@@ -132,7 +133,16 @@ fn measured(rounds: usize, parallel: usize) -> Result<()> {
 /// `xtask measure`: the figures of docs/performance.md, against the server that runs.
 pub fn figures() -> Result<()> {
     measured(50, 1)?;
+    learned();
+    measured(50, 1)?;
+    learned();
     measured(50, 10)
+}
+
+/// Time for the server to park as many VMs as the run before wanted.
+fn learned() {
+    println!("\n(waiting {} seconds: the server parks as many VMs as were just wanted)", LEARNS.as_secs());
+    std::thread::sleep(LEARNS);
 }
 
 fn kernels() -> Result<()> {

@@ -27,6 +27,8 @@ pub fn space(args: &[&str]) -> Command {
     let mut command = Command::new(space_binary());
     command.args(args).env("SPACE_DATA_DIR", data_dir());
     command.env("SPACE_LISTEN", "127.0.0.1:0").env("SPACE_DATA_LISTEN", "127.0.0.1:0");
+    // Tests come in bursts that say nothing of the next; the cores are for them.
+    command.env("SPACE_WARM_PER_TEMPLATE", "3");
     for name in ["SPACE_URL", "SPACE_API_KEY", "SPACE_CONFIG"] {
         command.env_remove(name);
     }

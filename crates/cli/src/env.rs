@@ -29,6 +29,7 @@ variables! {
     VMM_PROGRAM = "SPACE_VMM_PROGRAM", "absolute path of the VMM (vmm.program)";
     VMM_KERNEL = "SPACE_VMM_KERNEL", "folder of the guest kernel (vmm.kernel)";
     VMM_KERNEL_ARGS = "SPACE_VMM_KERNEL_ARGS", "more kernel command line (vmm.kernel_args)";
+    WARM_PER_TEMPLATE = "SPACE_WARM_PER_TEMPLATE", "parked VMs of each template: auto or a number (warm.per_template)";
     LIMITS_MEMORY = "SPACE_LIMITS_MEMORY", "memory that sandboxes may use together (limits.memory)";
     LIMITS_SANDBOXES = "SPACE_LIMITS_SANDBOXES", "sandboxes at the same time (limits.sandboxes)";
     NO_COLOR = "NO_COLOR", "any value: no colours";

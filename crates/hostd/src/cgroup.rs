@@ -17,13 +17,40 @@ pub const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
 const CPU_PERIOD_US: u64 = 20_000;
 const REMOVE_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Upper bounds of a group.
+/// Upper bounds of a group, and its share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     pub memory_bytes: u64,
     /// Thousandths of one CPU.
     pub cpu_millis: u32,
     pub pids: u32,
+    pub weight: Weight,
+}
+
+/// How much of a CPU a group gets while others of the same owner want it too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weight {
+    Normal,
+    /// Gives way to every normal group; still gets what they leave.
+    Background,
+}
+
+impl Weight {
+    /// The value for `cpu.shares` of version 1.
+    fn shares(self) -> u32 {
+        match self {
+            Weight::Normal => 1024,
+            Weight::Background => 32,
+        }
+    }
+
+    /// The value for `cpu.weight` of version 2.
+    fn weight(self) -> u32 {
+        match self {
+            Weight::Normal => 100,
+            Weight::Background => 3,
+        }
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -186,6 +213,7 @@ impl CgroupRoot {
                 write(dir, "pids.max", limits.pids)?;
             }
         }
+        cgroup.set_weight(limits.weight)?;
         Ok(cgroup)
     }
 
@@ -257,6 +285,21 @@ impl Cgroup {
     /// Moves a process into the group.
     pub fn add(&self, pid: u32) -> Result<(), CgroupError> {
         self.dirs.iter().try_for_each(|dir| write(dir, "cgroup.procs", pid))
+    }
+
+    pub fn set_weight(&self, weight: Weight) -> Result<(), CgroupError> {
+        match self.dirs.as_slice() {
+            [_, cpu, _] => write(cpu, "cpu.shares", weight.shares()),
+            dirs => write(&dirs[0], "cpu.weight", weight.weight()),
+        }
+    }
+
+    /// Bytes that are charged to the group now, page cache included.
+    pub fn memory_used(&self) -> Result<u64, CgroupError> {
+        let path = self.dirs[0].join(if self.v2 { "memory.current" } else { "memory.usage_in_bytes" });
+        let text = fs::read_to_string(&path).map_err(io_error("read", &path))?;
+        let number = text.trim().parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidData));
+        number.map_err(io_error("read", &path))
     }
 
     /// Whether the group is there, in any hierarchy.
@@ -349,12 +392,18 @@ mod tests {
         let hierarchy = Hierarchy::from_mountinfo(&info).unwrap();
         assert_eq!(hierarchy, Hierarchy::V2(mount.clone()));
         let root = CgroupRoot::in_hierarchy(hierarchy, "owner").unwrap();
-        root.create("one", Limits { memory_bytes: 1 << 30, cpu_millis: 1500, pids: 64 }).unwrap();
+        root.create("one", Limits { memory_bytes: 1 << 30, cpu_millis: 1500, pids: 64, weight: Weight::Background })
+            .unwrap();
         let read = |file: &str| fs::read_to_string(mount.join("space/owner/one").join(file)).unwrap();
         assert_eq!(
             (read("cpu.max"), read("memory.max"), read("pids.max")),
             ("30000 20000".into(), "1073741824".into(), "64".into())
         );
+        assert_eq!(read("cpu.weight"), "3");
+        root.open("one").unwrap().set_weight(Weight::Normal).unwrap();
+        assert_eq!(read("cpu.weight"), "100");
+        fs::write(mount.join("space/owner/one/memory.current"), "4096\n").unwrap();
+        assert_eq!(root.open("one").unwrap().memory_used().unwrap(), 4096);
         assert_eq!(fs::read_to_string(mount.join("space/owner/cgroup.subtree_control")).unwrap(), "+memory +cpu +pids");
         assert_eq!(root.list().unwrap(), ["one"]);
         assert!(matches!(root.open("../x"), Err(CgroupError::BadName(_))));

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use space_hostd::cgroup::{Cgroup, CgroupRoot, Limits};
+use space_hostd::cgroup::{Cgroup, CgroupRoot, Limits, Weight};
 use space_hostd::process::{Exit, Output, ProcessError, ProcessIdentity, Rlimits, SpawnSpec, open_existing, spawn};
 
 const UID: u32 = 299_001;
@@ -38,7 +38,9 @@ struct TestGroup(CgroupRoot, Cgroup);
 impl TestGroup {
     fn new(name: &str) -> Self {
         let root = CgroupRoot::new(&format!("test-{}-{name}", std::process::id())).unwrap();
-        let group = root.create("one", Limits { memory_bytes: 256 << 20, cpu_millis: 500, pids: 16 }).unwrap();
+        let group = root
+            .create("one", Limits { memory_bytes: 256 << 20, cpu_millis: 500, pids: 16, weight: Weight::Normal })
+            .unwrap();
         TestGroup(root, group)
     }
 }

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use space_hostd::cgroup::Weight;
 use space_hostd::pool::Area;
 use space_vmm::{Vm, VmDir};
 
@@ -82,14 +83,17 @@ impl Runs {
         vm.resume().await?;
         let slot = SlotGuard::claim(&self.slots, record.slot);
         let slot = slot.ok_or_else(|| NodeError::Guest("another VM has its user".to_owned()))?;
+        let cgroup = self.cgroups.open(&record.cgroup)?;
+        // The old service may have ended between taking a parked VM and giving it its share.
+        cgroup.set_weight(Weight::Normal)?;
         let machine = Machine {
             area: Area::Sandboxes,
             name: record.sandbox.to_string(),
             dir,
-            cgroup: self.cgroups.open(&record.cgroup)?,
+            cgroup,
             cgroup_name: record.cgroup.clone(),
             slot,
-            _promise: self.memory.must(record.memory_mib),
+            promise: self.memory.must(record.memory_mib),
             vm: vm.clone(),
         };
         Ok(Live { record: record.clone(), machine, guest: Guest::adopted(vm) })

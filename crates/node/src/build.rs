@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use space_core::limits;
+use space_hostd::cgroup::Weight;
 use space_hostd::pool::Area;
 use space_image::digest::{self, ManifestEntry};
 use space_image::{BuildRequest, Built, DiskOptions, Progress, RegistryOptions};
@@ -210,9 +211,9 @@ async fn freeze(
     meta: &Meta,
     report: &Report,
 ) -> Result<(), NodeError> {
-    let _promise = runs.memory.promise(options.memory_mib)?;
+    let _promise = runs.promise(options.memory_mib).await?;
     let slot = SlotGuard::take(&runs.slots)?;
-    let memory = run::limits(options.memory_mib, options.vcpus);
+    let memory = run::limits(options.memory_mib, options.vcpus, Weight::Normal);
     let name = scratch.name.clone();
     let cgroup = runs.blocking(move |runs| Ok(runs.cgroups.create(&name, memory)?)).await?;
     let spec = run::vm_spec(runs, options.memory_mib, options.vcpus, &slot, cgroup.clone());

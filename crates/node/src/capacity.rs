@@ -30,6 +30,12 @@ impl Memory {
         *self.promised.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
+    /// For a paused VM, which cannot grow: what it uses, whether that fits or not.
+    pub fn paused(self: &std::sync::Arc<Self>, bytes: u64) -> Promise {
+        *self.promised.lock().unwrap_or_else(std::sync::PoisonError::into_inner) += bytes;
+        Promise { memory: self.clone(), bytes }
+    }
+
     /// For what runs already, whether it fits or not.
     pub fn must(self: &std::sync::Arc<Self>, memory_mib: u32) -> Promise {
         let bytes = u64::from(memory_mib) * MIB + OVERHEAD_BYTES;
@@ -51,6 +57,12 @@ impl Memory {
         }
         *promised += bytes;
         Ok(Promise { memory: self.clone(), bytes })
+    }
+}
+
+impl Promise {
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 }
 

@@ -17,6 +17,7 @@ mod attach;
 mod build;
 mod capacity;
 mod convert;
+mod demand;
 mod error;
 mod fence;
 mod guest;
@@ -70,8 +71,16 @@ pub struct NodeConfig {
     pub sandboxes_max: u32,
     /// New sandboxes are refused when the pool has less than this free.
     pub pool_reserve_bytes: u64,
-    /// Restored, paused VMs kept ready for each template that is in use; 0: none.
-    pub warm_per_template: usize,
+    pub warm: WarmSize,
+}
+
+/// How many restored, paused VMs are kept ready for each template that is in use, as far as memory allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WarmSize {
+    /// As many as were lately wanted within a minute, and a few at least.
+    Learned,
+    /// 0: none.
+    Fixed(u16),
 }
 
 /// A node that answers.

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use space_core::SandboxId;
-use space_hostd::cgroup::{Cgroup, Limits};
+use space_hostd::cgroup::{Cgroup, Limits, Weight};
 use space_hostd::pool::Area;
 use space_hostd::uids::{Slot, Slots};
 use space_proto::guest::RefreshRequest;
@@ -38,7 +38,7 @@ pub struct Machine {
     pub cgroup_name: String,
     pub slot: SlotGuard,
     /// Gives the memory back when the machine goes.
-    pub _promise: Promise,
+    pub promise: Promise,
 }
 
 /// A VM that a sandbox owns and that answers.
@@ -93,12 +93,13 @@ pub fn vm_spec(runs: &Runs, memory_mib: u32, vcpus: u32, slot: &SlotGuard, cgrou
     }
 }
 
-pub fn limits(memory_mib: u32, vcpus: u32) -> Limits {
+pub fn limits(memory_mib: u32, vcpus: u32, weight: Weight) -> Limits {
     Limits {
         memory_bytes: (u64::from(memory_mib) << 20) + OVERHEAD_BYTES,
         // One CPU more than the guest has: the VMM's own threads must not starve behind it.
         cpu_millis: (vcpus + 1) * 1000,
         pids: VMM_TASKS,
+        weight,
     }
 }
 
@@ -119,22 +120,23 @@ pub fn refresh(hostname: &str, env: HashMap<String, String>, template: &Template
     })
 }
 
-/// A new VM from a template, under a name of its own. On failure nothing is left.
+/// A new VM from a template, under a name of its own. On failure nothing is left. Without a record it is nobody's, and
+/// gives way to those that are somebody's.
 pub async fn restore(
     runs: &Arc<Runs>,
     template: Arc<Template>,
     area: Area,
     name: &str,
     record: Option<&Record>,
-    then: AfterRestore,
+    promise: Promise,
 ) -> Result<Machine, NodeError> {
     let begun = Instant::now();
     let meta = &template.meta;
-    let promise = runs.memory.promise(meta.memory_mib)?;
     let slot = SlotGuard::take(&runs.slots)?;
     let (from, to) = (template.name.clone(), name.to_owned());
     let made = runs.blocking({
-        let memory = limits(meta.memory_mib, meta.vcpus);
+        let weight = if record.is_some() { Weight::Normal } else { Weight::Background };
+        let memory = limits(meta.memory_mib, meta.vcpus, weight);
         move |runs| {
             let dir = runs.config.pool.snapshot((Area::Templates, &from), (area, &to), false)?;
             Ok((dir, runs.cgroups.create(&to, memory)?))
@@ -153,7 +155,7 @@ pub async fn restore(
         if let Some(record) = record {
             Record { slot: slot.slot, ..record.clone() }.write(&dir)?;
         }
-        let vm: Arc<dyn Vm> = Arc::from(runs.config.driver.restore(&spec, &VmDir::new(&dir), then).await?);
+        let vm: Arc<dyn Vm> = Arc::from(runs.config.driver.restore(&spec, &VmDir::new(&dir), AfterRestore::Run).await?);
         if let Some(record) = record {
             Record { slot: slot.slot, vmm: Some(vm.identity()), ..record.clone() }.write(&dir)?;
         }
@@ -164,7 +166,7 @@ pub async fn restore(
             let (snapshot_us, all_us) = (snapshot.as_micros(), begun.elapsed().as_micros());
             tracing::debug!(name, snapshot_us, all_us, "restored");
             let (name, cgroup_name) = (name.to_owned(), name.to_owned());
-            Ok(Machine { area, name, dir, vm, cgroup, cgroup_name, slot, _promise: promise })
+            Ok(Machine { area, name, dir, vm, cgroup, cgroup_name, slot, promise })
         }
         Err(error) => {
             destroy(runs, area, name, name, None).await?;

@@ -4,17 +4,17 @@
 //! in a task of its own, so that a caller that goes away abandons nothing half-way.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use space_core::{RunRef, SandboxId, limits};
-use space_hostd::cgroup::CgroupRoot;
+use space_hostd::cgroup::{CgroupRoot, Weight};
 use space_hostd::pool::Area;
 use space_hostd::uids::{DEFAULT_BASE, Slots};
 use space_proto::guest::RefreshRequest;
 use space_proto::node::{RunState, RunStatus, StartRunRequest};
-use space_vmm::{AfterRestore, VmStatus};
+use space_vmm::VmStatus;
 use tokio::sync::{Semaphore, broadcast};
 
 use crate::capacity::{self, Memory};
@@ -73,6 +73,8 @@ pub struct Runs {
     changes: broadcast::Sender<RunStatus>,
     observation: AtomicU64,
     starts: Semaphore,
+    /// Sandboxes that somebody waits for.
+    awaited: AtomicUsize,
 }
 
 /// A name for the cgroups of this data folder: two servers on one host never touch each other's.
@@ -141,6 +143,7 @@ impl Runs {
             // Grows over restarts too, as time does.
             observation: AtomicU64::new(u64::try_from(unix_ms()).unwrap_or(0) << 10),
             starts: Semaphore::new(limits::STARTS_AT_ONCE),
+            awaited: AtomicUsize::new(0),
             data_url,
             config,
         });
@@ -276,7 +279,10 @@ impl Runs {
             held.template.clone_from(&template.digest);
             held.reason.clear();
         });
-        match self.bring_up(&run, &request, template).await {
+        self.awaited.fetch_add(1, Ordering::Relaxed);
+        let brought = self.bring_up(&run, &request, template).await;
+        self.awaited.fetch_sub(1, Ordering::Relaxed);
+        match brought {
             Ok(live) => {
                 let live = Arc::new(live);
                 self.change(entry, |held| held.phase = Phase::Running(live.clone()));
@@ -310,6 +316,11 @@ impl Runs {
         Ok(template)
     }
 
+    /// Whether sandboxes that somebody waits for have work for every core.
+    pub fn is_busy(&self) -> bool {
+        self.awaited.load(Ordering::Relaxed) >= usize::try_from(self.config.cpus).unwrap_or(usize::MAX).max(1)
+    }
+
     async fn bring_up(
         self: &Arc<Self>,
         run: &RunRef,
@@ -329,7 +340,10 @@ impl Runs {
             vmm: None,
         };
         self.warm.wanted(&template);
-        if let Some((machine, guest)) = self.warm.take(&template) {
+        let mut promise = Some(self.promise(template.meta.memory_mib).await?);
+        if let Some((mut machine, guest)) = self.warm.take(&template) {
+            // Until now it was promised only what a paused VM holds.
+            machine.promise = promise.take().ok_or(NodeError::Cancelled)?;
             match self.claim(machine, guest, &mut record, refresh.clone()).await {
                 Ok(live) => return Ok(live),
                 // Only slower: the cold path is still there.
@@ -337,9 +351,13 @@ impl Runs {
             }
             record.cgroup = run.sandbox.to_string();
         }
+        let promise = match promise {
+            Some(promise) => promise,
+            None => self.promise(template.meta.memory_mib).await?,
+        };
         let _turn = self.starts.acquire().await.map_err(|_| NodeError::Cancelled)?;
         let name = run.sandbox.to_string();
-        let machine = run::restore(self, template, Area::Sandboxes, &name, Some(&record), AfterRestore::Run).await?;
+        let machine = run::restore(self, template, Area::Sandboxes, &name, Some(&record), promise).await?;
         let refresh = RefreshRequest { realtime_ns: now_ns(), ..refresh };
         let vm = machine.vm.clone();
         match Guest::refreshed(vm, Some(&run.sandbox), run.run.0, refresh, GUEST_PATIENCE).await {
@@ -369,6 +387,7 @@ impl Runs {
         let claimed = async {
             record.write(&machine.dir)?;
             machine.move_to(self, &record.sandbox)?;
+            machine.cgroup.set_weight(Weight::Normal)?;
             machine.vm.resume().await?;
             let (mut client, _) = guest.client().await?;
             let mut refresh = tonic::Request::new(RefreshRequest { realtime_ns: now_ns(), ..refresh });

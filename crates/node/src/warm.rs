@@ -1,6 +1,9 @@
 //! Parked VMs: restored ahead, their exec path run once, frozen again and paused, so that a create is a rename, a resume
 //! and a refresh. A miss is only slower.
 //!
+//! How many there are follows demand ([`crate::demand`]) within a share of the memory; a sandbox that needs the room gets
+//! it. While one is made it has the CPU only when nobody else wants it.
+//!
 //! A parked VM belongs to nobody: its folder lies in `tmp/`, so a crash of the service leaves nothing that the next start
 //! would take for a sandbox. It is never handed out twice, and never before its guest has confirmed the new identity.
 
@@ -10,27 +13,33 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use space_hostd::pool::Area;
-use space_proto::guest::{GetProcessRequest, ProcessSpec, QuiesceRequest, ReserveRequest};
-use space_vmm::AfterRestore;
+use space_proto::guest::attach_input::Kind as In;
+use space_proto::guest::{AttachInput, AttachOpen, ProcessSpec, QuiesceRequest, ReserveRequest};
 use tokio::sync::Notify;
 
-use crate::NodeError;
+use crate::capacity::Promise;
+use crate::demand::Demand;
 use crate::guest::Guest;
 use crate::run::{self, Machine};
 use crate::runs::Runs;
 use crate::template::Template;
+use crate::{NodeError, WarmSize};
 
 /// A template that nobody asked for this long gives its parked VMs back.
 const IDLE: Duration = Duration::from_secs(600);
 const GUEST_PATIENCE: Duration = Duration::from_secs(60);
 /// After a failure; a pool that cannot be filled must not be a storm.
 const BACK_OFF: Duration = Duration::from_secs(10);
-/// Parked VMs may promise at most this part of the memory budget.
+/// While those that somebody waits for need all cores.
+const BUSY_PAUSE: Duration = Duration::from_millis(50);
+/// Parked VMs may hold at most this part of the memory budget.
 const MEMORY_SHARE: u64 = 4;
+/// Beyond what a paused VM was charged when it was parked: its memory file may still come back into the page cache.
+const PARKED_SLACK_BYTES: u64 = 16 << 20;
 
 struct Wanted {
     template: Arc<Template>,
-    last: Instant,
+    demand: Demand,
     parked: Vec<(Machine, Guest)>,
 }
 
@@ -50,8 +59,9 @@ impl Warm {
     /// Somebody starts a sandbox of this template.
     pub fn wanted(&self, template: &Arc<Template>) {
         let mut wanted = self.wanted_map();
-        let new = || Wanted { template: template.clone(), last: Instant::now(), parked: Vec::new() };
-        wanted.entry(template.digest.clone()).or_insert_with(new).last = Instant::now();
+        let now = Instant::now();
+        let new = || Wanted { template: template.clone(), demand: Demand::new(now), parked: Vec::new() };
+        wanted.entry(template.digest.clone()).or_insert_with(new).demand.count(now);
         self.changed.notify_one();
     }
 
@@ -85,20 +95,37 @@ impl Warm {
     }
 
     fn expired(&self) -> Vec<(Machine, Guest)> {
-        let mut wanted = self.wanted_map();
-        let old: Vec<_> = wanted.iter().filter(|(_, w)| w.last.elapsed() > IDLE).map(|(d, _)| d.clone()).collect();
+        let (now, mut wanted) = (Instant::now(), self.wanted_map());
+        let old: Vec<_> = wanted.iter().filter(|(_, w)| w.demand.idle(now) > IDLE).map(|(d, _)| d.clone()).collect();
         old.iter().filter_map(|digest| wanted.remove(digest)).flat_map(|w| w.parked).collect()
     }
 
-    /// The template that lacks most, and how many VMs are parked for it.
-    fn lacking(&self, size: usize) -> Option<Arc<Template>> {
-        let wanted = self.wanted_map();
-        let lacking = wanted.values().filter(|w| w.parked.len() < size);
+    /// The template with the fewest parked VMs of those that lack some.
+    fn lacking(&self, size: WarmSize) -> Option<Arc<Template>> {
+        let (now, mut wanted) = (Instant::now(), self.wanted_map());
+        let lacking = wanted.values_mut().filter_map(|w| {
+            let target = match size {
+                WarmSize::Fixed(count) => count,
+                WarmSize::Learned => w.demand.target(now),
+            };
+            (w.parked.len() < usize::from(target)).then_some(w)
+        });
         lacking.min_by_key(|w| w.parked.len()).map(|w| w.template.clone())
     }
 
     fn parked_bytes(&self) -> u64 {
-        self.wanted_map().values().map(|w| (w.parked.len() as u64 * u64::from(w.template.meta.memory_mib)) << 20).sum()
+        self.wanted_map().values().flat_map(|w| &w.parked).map(|(machine, _)| machine.promise.bytes()).sum()
+    }
+
+    /// Ends one parked VM, of the template that has most, for somebody who needs its memory. False: there is none.
+    pub async fn make_room(&self, runs: &Arc<Runs>) -> bool {
+        let one = {
+            let mut wanted = self.wanted_map();
+            wanted.values_mut().max_by_key(|w| w.parked.len()).and_then(|w| w.parked.pop())
+        };
+        let found = one.is_some();
+        end(runs, one.into_iter().collect()).await;
+        found
     }
 
     fn park(&self, template: &Template, machine: Machine, guest: Guest) -> Option<(Machine, Guest)> {
@@ -107,6 +134,22 @@ impl Warm {
             None => return Some((machine, guest)),
         }
         None
+    }
+}
+
+impl Runs {
+    /// Memory for one more VM. Parked ones, which nobody owns yet, make room for it.
+    pub async fn promise(self: &Arc<Self>, memory_mib: u32) -> Result<Promise, NodeError> {
+        loop {
+            match self.memory.promise(memory_mib) {
+                Err(NodeError::NoCapacity(why)) => {
+                    if !self.warm.make_room(self).await {
+                        return Err(NodeError::NoCapacity(why));
+                    }
+                }
+                other => return other,
+            }
+        }
     }
 }
 
@@ -121,7 +164,7 @@ async fn end(runs: &Arc<Runs>, parked: Vec<(Machine, Guest)>) {
 
 /// Keeps the pool filled, one VM at a time, so that creates come first. Ends when the pool is closed.
 pub async fn keep(runs: Arc<Runs>) {
-    let size = runs.config.warm_per_template;
+    let size = runs.config.warm;
     loop {
         // A tick lets old templates go.
         let _ = tokio::time::timeout(Duration::from_secs(60), runs.warm.changed.notified()).await;
@@ -130,10 +173,15 @@ pub async fn keep(runs: Arc<Runs>) {
         }
         end(&runs, runs.warm.expired()).await;
         while let Some(template) = runs.warm.lacking(size) {
-            let room = runs.warm.parked_bytes() + (u64::from(template.meta.memory_mib) << 20)
-                <= runs.config.memory_budget_bytes / MEMORY_SHARE;
-            if !room {
+            if runs.warm.parked_bytes() >= runs.config.memory_budget_bytes / MEMORY_SHARE {
                 break;
+            }
+            if runs.is_busy() {
+                let _ = tokio::time::timeout(BUSY_PAUSE, runs.warm.closed.notified()).await;
+                if runs.warm.is_closing() {
+                    return;
+                }
+                continue;
             }
             match prepare(&runs, template.clone()).await {
                 Ok((machine, guest)) => {
@@ -157,16 +205,22 @@ async fn prepare(runs: &Arc<Runs>, template: Arc<Template>) -> Result<(Machine, 
     crate::capacity::check_pool(&runs.config.pool, runs.config.pool_reserve_bytes)?;
     let name = format!("warm-{}", uuid::Uuid::new_v4().simple());
     let refresh = run::refresh("parked", std::collections::HashMap::new(), &template)?;
-    let machine = run::restore(runs, template, Area::Tmp, &name, None, AfterRestore::Run).await?;
+    // Not at the cost of another parked VM.
+    let promise = runs.memory.promise(template.meta.memory_mib)?;
+    let mut machine = run::restore(runs, template, Area::Tmp, &name, None, promise).await?;
     let warmed = async {
         let guest = Guest::refreshed(machine.vm.clone(), None, 0, refresh, GUEST_PATIENCE).await?;
-        run_once(&guest, &["/bin/sh", "-c", ":"]).await?;
+        run_once(&guest, &["/bin/sh", "-c", "echo"]).await?;
         quiesce(&guest).await?;
         machine.vm.pause().await?;
-        Ok(guest)
+        Ok((guest, machine.cgroup.memory_used()?))
     };
     match warmed.await {
-        Ok(guest) => Ok((machine, guest)),
+        Ok((guest, used)) => {
+            let bytes = machine.promise.bytes().min(used + PARKED_SLACK_BYTES);
+            machine.promise = runs.memory.paused(bytes);
+            Ok((machine, guest))
+        }
         Err(error) => {
             machine.destroy(runs).await?;
             Err(error)
@@ -182,8 +236,8 @@ pub async fn quiesce(guest: &Guest) -> Result<(), NodeError> {
     Ok(())
 }
 
-/// Runs a program to its end, whatever that is: what counts is that the way there was taken. A guest without the program
-/// is warm enough.
+/// Runs a program to its end, whatever that is, the way a client does: what counts is that this way was taken. A guest
+/// without the program is warm enough.
 pub async fn run_once(guest: &Guest, argv: &[&str]) -> Result<(), NodeError> {
     let spec = ProcessSpec {
         argv: argv.iter().map(|a| (*a).to_owned()).collect(),
@@ -195,9 +249,12 @@ pub async fn run_once(guest: &Guest, argv: &[&str]) -> Result<(), NodeError> {
     let process_id = space_core::CommandId::new().to_string();
     let reserve = ReserveRequest { process_id: process_id.clone(), spec: Some(spec), expires_ms: 0 };
     client.reserve(reserve).await.map_err(failed)?;
-    client.start(space_proto::guest::ProcessRef { process_id: process_id.clone() }).await.map_err(failed)?;
-    let mut wait = tonic::Request::new(GetProcessRequest { process_id, wait_ms: 30_000 });
-    wait.set_timeout(GUEST_PATIENCE);
-    client.get_process(wait).await.map_err(failed)?;
-    Ok(())
+    let open = AttachInput { kind: Some(In::Open(AttachOpen { process_id, ..AttachOpen::default() })) };
+    let run = async {
+        let mut output = client.attach(tokio_stream::once(open)).await?.into_inner();
+        while output.message().await?.is_some() {}
+        Ok(())
+    };
+    let late = |_| NodeError::Guest(format!("{argv:?} did not end within {GUEST_PATIENCE:?}"));
+    tokio::time::timeout(GUEST_PATIENCE, run).await.map_err(late)?.map_err(failed)
 }

@@ -20,6 +20,7 @@ struct File {
     log_format: Option<String>,
     pool: Pool,
     vmm: Vmm,
+    warm: Warm,
     limits: Limits,
 }
 
@@ -38,6 +39,12 @@ struct Vmm {
     program: Option<String>,
     kernel: Option<String>,
     kernel_args: Option<String>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+struct Warm {
+    per_template: Option<String>,
 }
 
 #[derive(Deserialize, Default)]
@@ -82,6 +89,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<(&'static str, String)>, Failure> 
         ("vmm.program", file.vmm.program),
         ("vmm.kernel", file.vmm.kernel),
         ("vmm.kernel_args", file.vmm.kernel_args),
+        ("warm.per_template", file.warm.per_template),
         ("limits.memory", file.limits.memory),
         ("limits.sandboxes", file.limits.sandboxes.map(|n| n.to_string())),
     ];

@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 pub use size::parse_size;
+use space_node::WarmSize;
 
 use crate::env;
 use crate::failure::Failure;
@@ -44,6 +45,12 @@ pub const KEYS: &[Key] = &[
     key("vmm.program", env::VMM_PROGRAM, "", "absolute path of the VMM; empty: the distribution's"),
     key("vmm.kernel", env::VMM_KERNEL, "", "folder of the guest kernel; empty: DATA_DIR/kernel"),
     key("vmm.kernel_args", env::VMM_KERNEL_ARGS, "", "added to the guest kernel's command line"),
+    key(
+        "warm.per_template",
+        env::WARM_PER_TEMPLATE,
+        "auto",
+        "VMs kept parked for each template in use, within a quarter of limits.memory; auto: learned from demand",
+    ),
     key("limits.memory", env::LIMITS_MEMORY, "auto", "memory of all sandboxes together; auto: most of the host's"),
     key("limits.sandboxes", env::LIMITS_SANDBOXES, "1000", "sandboxes at the same time"),
 ];
@@ -105,6 +112,7 @@ pub struct ServerConfig {
     pub vmm_program: Option<PathBuf>,
     pub kernel_dir: PathBuf,
     pub kernel_args: String,
+    pub warm: WarmSize,
     pub memory_bytes: Option<u64>,
     pub sandboxes: u32,
     /// Every value as text, with its origin, in the order of `KEYS`.
@@ -213,6 +221,10 @@ impl Layers {
             kernel_dir,
             kernel_args: self.text("vmm.kernel_args").to_owned(),
             memory_bytes: self.size("limits.memory")?,
+            warm: match self.text("warm.per_template") {
+                "auto" => WarmSize::Learned,
+                _ => WarmSize::Fixed(self.parse("warm.per_template", "auto or a number up to 65535")?),
+            },
             sandboxes: self.parse("limits.sandboxes", "a number")?,
             data_dir,
             values: KEYS

@@ -20,7 +20,6 @@ const HOST_SHARE: u64 = 8;
 /// Room of the pool that running guests may still need; of a small pool, a part of it.
 const POOL_RESERVE_BYTES: u64 = 1 << 30;
 const POOL_RESERVE_PART: u64 = 8;
-const WARM_PER_TEMPLATE: usize = 3;
 
 pub struct Running {
     pub url: String,
@@ -80,7 +79,7 @@ fn node_config(config: &ServerConfig) -> Result<NodeConfig, Failure> {
         sandboxes_max: config.sandboxes,
         cpus: u32::try_from(facts.cpus).unwrap_or(1),
         pool_reserve_bytes: POOL_RESERVE_BYTES.min(total / POOL_RESERVE_PART),
-        warm_per_template: WARM_PER_TEMPLATE,
+        warm: config.warm,
     })
 }
 

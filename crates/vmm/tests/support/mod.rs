@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use space_hostd::cgroup::{CgroupRoot, Limits};
+use space_hostd::cgroup::{CgroupRoot, Limits, Weight};
 use space_hostd::pool::{Area, Pool, PoolSource};
 use space_vmm::guest_kernel::{self, GuestKernel};
 use space_vmm::qemu::{Qemu, QemuConfig};
@@ -75,7 +75,7 @@ impl Bench {
     /// A specification with a user and a cgroup of its own.
     pub fn spec(&self, name: &str) -> VmSpec {
         let uid = self.uid.fetch_add(1, Ordering::Relaxed);
-        let limits = Limits { memory_bytes: 512 << 20, cpu_millis: 2000, pids: 64 };
+        let limits = Limits { memory_bytes: 512 << 20, cpu_millis: 2000, pids: 64, weight: Weight::Normal };
         VmSpec {
             memory_mib: MEMORY_MIB,
             vcpus: 1,
