@@ -159,23 +159,28 @@ impl Server {
 
     /// The VMMs of sandboxes; parked ones belong to none.
     pub fn vmms(&self) -> Vec<u32> {
-        self.vmms_below("pool/sandboxes")
-    }
-
-    /// Every VMM process whose working folder lies, or lay, there.
-    fn vmms_below(&self, folder: &str) -> Vec<u32> {
-        let pool = self.data_dir.join(folder).canonicalize().unwrap_or_default();
-        let mut found = Vec::new();
-        for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
-            let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
-            let Ok(name) = std::fs::read_to_string(entry.path().join("comm")) else { continue };
-            let Ok(cwd) = std::fs::read_link(entry.path().join("cwd")) else { continue };
-            if name.starts_with("qemu-system") && cwd.starts_with(&pool) {
-                found.push(pid);
-            }
-        }
+        let area = self.data_dir.join("pool/sandboxes");
+        let folders = std::fs::read_dir(area).into_iter().flatten().flatten();
+        let mut found: Vec<u32> = folders.flat_map(|folder| vmms_in(&folder.path())).collect();
+        found.sort_unstable();
         found
     }
+}
+
+/// Every VMM process whose folder this is. It sees it at another path, in a mount namespace of its own.
+pub fn vmms_in(folder: &Path) -> Vec<u32> {
+    use std::os::unix::fs::MetadataExt;
+    let identity = |path: &Path| std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
+    let Some(wanted) = identity(folder) else { return Vec::new() };
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
+        let Ok(name) = std::fs::read_to_string(entry.path().join("comm")) else { continue };
+        if name.starts_with("qemu-system") && identity(&entry.path().join("cwd")) == Some(wanted) {
+            found.push(pid);
+        }
+    }
+    found
 }
 
 impl Drop for Server {
@@ -185,8 +190,11 @@ impl Drop for Server {
         }
         self.kill_dead();
         self.recover_and_end();
-        for pid in self.vmms_below("pool") {
-            let _ = Command::new("/bin/kill").args(["-9", &pid.to_string()]).status();
+        for area in ["sandboxes", "tmp"] {
+            let folders = std::fs::read_dir(self.data_dir.join("pool").join(area)).into_iter().flatten().flatten();
+            for pid in folders.flat_map(|folder| vmms_in(&folder.path())) {
+                let _ = Command::new("/bin/kill").args(["-9", &pid.to_string()]).status();
+            }
         }
         std::thread::sleep(Duration::from_millis(200));
         if std::thread::panicking() {

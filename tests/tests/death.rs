@@ -46,9 +46,8 @@ async fn a_kernel_panic_ends_the_run() -> Result<()> {
 }
 
 fn vmm_of(server: &Server, sandbox: &Sandbox) -> Result<u32> {
-    let home = server.data_dir.join("pool/sandboxes").join(&sandbox.id).canonicalize()?;
-    let of = |pid: &u32| std::fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|cwd| cwd == home);
-    server.vmms().into_iter().find(of).context("no VMM")
+    let home = server.data_dir.join("pool/sandboxes").join(&sandbox.id);
+    space_tests::vmms_in(&home).first().copied().context("no VMM")
 }
 
 #[tokio::test]

@@ -156,6 +156,25 @@ fn write(dir: &Path, file: &str, value: impl ToString) -> Result<(), CgroupError
     fs::write(&path, value.to_string()).map_err(io_error("write", &path))
 }
 
+/// For what a kernel built without accounting of swap lacks.
+fn write_if_there(dir: &Path, file: &str, value: impl ToString) -> Result<(), CgroupError> {
+    match write(dir, file, value) {
+        Err(CgroupError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+/// Memory, and the same for memory and swap together, which must never be the smaller one on the way.
+fn limit_memory_v1(dir: &Path, bytes: u64) -> Result<(), CgroupError> {
+    const BOTH: &str = "memory.memsw.limit_in_bytes";
+    if write(dir, "memory.limit_in_bytes", bytes).is_err() {
+        // A group that is left of an earlier attempt may have a smaller limit of both.
+        write_if_there(dir, BOTH, bytes)?;
+        write(dir, "memory.limit_in_bytes", bytes)?;
+    }
+    write_if_there(dir, BOTH, bytes)
+}
+
 fn make_dir(path: &Path) -> Result<(), CgroupError> {
     match fs::create_dir(path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(io_error("create", path)(error)),
@@ -201,7 +220,7 @@ impl CgroupRoot {
         let quota = u64::from(limits.cpu_millis) * CPU_PERIOD_US / 1000;
         match cgroup.dirs.as_slice() {
             [memory, cpu, pids] => {
-                write(memory, "memory.limit_in_bytes", limits.memory_bytes)?;
+                limit_memory_v1(memory, limits.memory_bytes)?;
                 write(cpu, "cpu.cfs_period_us", CPU_PERIOD_US)?;
                 write(cpu, "cpu.cfs_quota_us", quota.max(1000))?;
                 write(pids, "pids.max", limits.pids)?;
@@ -209,6 +228,7 @@ impl CgroupRoot {
             dirs => {
                 let dir = &dirs[0];
                 write(dir, "memory.max", limits.memory_bytes)?;
+                write_if_there(dir, "memory.swap.max", 0)?;
                 write(dir, "cpu.max", format!("{} {CPU_PERIOD_US}", quota.max(1000)))?;
                 write(dir, "pids.max", limits.pids)?;
             }

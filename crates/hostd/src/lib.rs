@@ -6,9 +6,11 @@
 
 pub mod btrfs;
 pub mod cgroup;
+pub mod jail;
 mod kvm;
 pub mod pool;
 pub mod probe;
 pub mod process;
+pub mod seccomp;
 mod spawn;
 pub mod uids;

@@ -145,6 +145,32 @@ fn judge(pvm: bool, vendor: Option<&str>, flag: bool, trial: Trial) -> KvmVerdic
     }
 }
 
+/// VMM processes whose folder is a subvolume of this pool: process id and the folder's path within the pool.
+///
+/// A VMM is in a mount namespace of its own, so its folder is known by what it is, not by its path there.
+pub fn vmms(pool: &Path) -> Vec<(u32, String)> {
+    use std::os::unix::fs::MetadataExt;
+    let identity = |path: &Path| fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
+    let mut folders = std::collections::HashMap::new();
+    for area in ["sandboxes", "tmp", "checkpoints"] {
+        for entry in fs::read_dir(pool.join(area)).into_iter().flatten().flatten() {
+            let name = format!("{area}/{}", entry.file_name().to_string_lossy());
+            folders.extend(identity(&entry.path()).map(|folder| (folder, name)));
+        }
+    }
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+        if !name.starts_with("qemu-system") && !name.starts_with("firecracker") {
+            continue;
+        }
+        let folder = identity(&entry.path().join("cwd")).and_then(|folder| folders.get(&folder));
+        found.extend(folder.map(|folder| (pid, folder.clone())));
+    }
+    found
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

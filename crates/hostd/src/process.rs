@@ -3,12 +3,12 @@
 //!
 //! All signals and waits go through a pidfd. Nothing here knows what the process does.
 
+use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use nix::libc;
@@ -17,7 +17,9 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::cgroup::Cgroup;
-use crate::spawn::{ChildSetup, prepare, watch_fd};
+use crate::jail::Jail;
+pub use crate::spawn::FIRST_INHERITED;
+use crate::spawn::{Cage, Child, c_string, watch_fd};
 
 /// Names one process for as long as the host runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -45,13 +47,14 @@ pub struct Rlimits {
     pub file_size_bytes: Option<u64>,
 }
 
-/// A program to start. The environment is empty, the core size 0, new privileges are off.
+/// A program to start. The environment is empty, the core size 0, new privileges and all capabilities are off.
 #[derive(Debug)]
 pub struct SpawnSpec {
-    /// Absolute; never looked up.
+    /// Absolute; never looked up. In a jail: the path there.
     pub program: PathBuf,
     pub args: Vec<String>,
-    /// Entered before the user changes, so its parents need not be open to that user.
+    /// Entered before the user changes, so its parents need not be open to that user. A jailed program begins in
+    /// [`crate::jail::FOLDER`] instead.
     pub cwd: PathBuf,
     pub uid: u32,
     pub gid: u32,
@@ -59,8 +62,9 @@ pub struct SpawnSpec {
     pub cgroup: Option<Cgroup>,
     pub output: Output,
     pub limits: Rlimits,
-    /// Descriptors the program finds under the same numbers. Closed here after the start.
+    /// Descriptors the program finds from [`FIRST_INHERITED`] on, in this order. Closed here after the start.
     pub inherited: Vec<OwnedFd>,
+    pub jail: Option<Jail>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -99,47 +103,44 @@ pub fn spawn(spec: SpawnSpec) -> Result<VmmProcess, ProcessError> {
     }
     let program = spec.program.clone();
     let failed = |source| ProcessError::Spawn { program: program.clone(), source };
-    let cwd = File::open(&spec.cwd).map_err(failed)?;
-    let cgroups = match &spec.cgroup {
-        Some(cgroup) => cgroup.open_procs().map_err(failed)?,
-        None => Vec::new(),
-    };
-    let mut limits = vec![(libc::RLIMIT_CORE, 0)];
-    limits.extend(spec.limits.open_files.map(|value| (libc::RLIMIT_NOFILE, value)));
-    limits.extend(spec.limits.file_size_bytes.map(|value| (libc::RLIMIT_FSIZE, value)));
-    let (stdout, stderr) = open_output(spec.output).map_err(failed)?;
-    let mut command = Command::new(&spec.program);
-    command.args(&spec.args).env_clear().stdin(Stdio::null()).stdout(stdout).stderr(stderr);
-    prepare(
-        &mut command,
-        ChildSetup {
-            cwd: cwd.as_raw_fd(),
-            uid: spec.uid,
-            gid: spec.gid,
-            cgroups: cgroups.iter().map(AsRawFd::as_raw_fd).collect(),
-            inherited: spec.inherited.iter().map(AsRawFd::as_raw_fd).collect(),
-            limits,
-        },
-    );
-    let child = command.spawn().map_err(failed)?;
+    let (pid, pidfd) = prepare(spec).and_then(Child::start).map_err(failed)?;
     // The pid stays ours, even after an early death, until this side reaps it.
-    let pid = child.id();
     let identity = ProcessIdentity { pid, start_time: start_time(pid).map_err(failed)? };
-    let pidfd = open_pidfd(pid).map_err(failed)?;
     VmmProcess::watch(identity, pidfd, true)
 }
 
-fn open_output(output: Output) -> io::Result<(Stdio, Stdio)> {
-    match output {
-        Output::Null => Ok((Stdio::null(), Stdio::null())),
+fn prepare(spec: SpawnSpec) -> io::Result<Child> {
+    let program = c_string(&spec.program)?;
+    let args = spec.args.into_iter().map(CString::new).collect::<Result<Vec<_>, _>>()?;
+    let mut limits = vec![(libc::RLIMIT_CORE, 0)];
+    limits.extend(spec.limits.open_files.map(|value| (libc::RLIMIT_NOFILE, value)));
+    limits.extend(spec.limits.file_size_bytes.map(|value| (libc::RLIMIT_FSIZE, value)));
+    let (stdout, stderr) = open_output(spec.output)?;
+    Ok(Child {
+        args: std::iter::once(program.clone()).chain(args).collect(),
+        program,
+        stdio: [File::open("/dev/null")?.into(), stdout, stderr],
+        cwd: File::open(&spec.cwd)?.into(),
+        uid: spec.uid,
+        gid: spec.gid,
+        cgroups: spec.cgroup.as_ref().map_or(Ok(Vec::new()), Cgroup::open_procs)?,
+        inherited: spec.inherited,
+        limits,
+        cage: spec.jail.as_ref().map(Cage::new).transpose()?,
+    })
+}
+
+fn open_output(output: Output) -> io::Result<(OwnedFd, OwnedFd)> {
+    let fd: OwnedFd = match output {
+        Output::Null => OpenOptions::new().write(true).open("/dev/null")?.into(),
         Output::File(path) => {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_APPEND);
-            let file = options.open(path)?;
-            Ok((file.try_clone()?.into(), file.into()))
+            options.open(path)?.into()
         }
-        Output::Fd(fd) => Ok((fd.try_clone()?.into(), fd.into())),
-    }
+        Output::Fd(fd) => fd,
+    };
+    Ok((fd.try_clone()?, fd))
 }
 
 fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {

@@ -1,70 +1,251 @@
-//! The few lines that run in the child between fork and exec, and the watch on its pidfd.
+//! The few lines that run in the child between clone and exec, and the watch on its pidfd.
 //!
-//! Only system calls that are safe after a fork in a process with threads: no allocation, no locks, no formatting.
-#![allow(unsafe_code, reason = "pre_exec, the raw system calls allowed in it, and the registration of a descriptor")]
+//! Only system calls that are safe after a fork in a process with threads: no allocation, no locks, no formatting. All
+//! memory and all descriptors are made in the parent. What the child cannot do it reports through a pipe that exec closes,
+//! and then it ends: a program never runs with less around it than was asked for.
+#![allow(unsafe_code, reason = "clone3, the raw system calls after it, and the registration of a descriptor")]
 
-use std::io;
-use std::os::fd::{OwnedFd, RawFd};
-use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::ffi::{CStr, CString};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::sync::Arc;
 
 use nix::libc;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+use crate::jail::mounts::{self, Kind};
+use crate::jail::{self, Jail};
+use crate::seccomp;
+
+/// The number of the first inherited descriptor in the program; the others follow.
+pub const FIRST_INHERITED: RawFd = 3;
+/// Where descriptors wait in the child until the low numbers are free.
+const HIGH: RawFd = 200;
+const NAMESPACES: libc::c_int =
+    libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS | libc::CLONE_NEWNET;
+
 /// What the child does to itself before it becomes the program. All descriptors are open in the parent.
-pub(crate) struct ChildSetup {
-    pub cwd: RawFd,
+pub(crate) struct Child {
+    pub program: CString,
+    pub args: Vec<CString>,
+    /// Standard input, output and error.
+    pub stdio: [OwnedFd; 3],
+    /// Entered as it is; a jailed program begins in its own folder instead.
+    pub cwd: OwnedFd,
     pub uid: libc::uid_t,
     pub gid: libc::gid_t,
     /// `cgroup.procs` files to write "0" (myself) to.
-    pub cgroups: Vec<RawFd>,
-    /// Descriptors that stay open in the program under the same numbers.
-    pub inherited: Vec<RawFd>,
+    pub cgroups: Vec<File>,
+    /// The program finds them from [`FIRST_INHERITED`] on.
+    pub inherited: Vec<OwnedFd>,
     pub limits: Vec<(libc::__rlimit_resource_t, u64)>,
+    pub cage: Option<Cage>,
 }
 
-fn check(result: libc::c_int) -> io::Result<()> {
-    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+/// The mounts of a jail, not yet in place, and its filter.
+pub(crate) struct Cage {
+    root: OwnedFd,
+    /// A folder that the root is put on in the child's own namespace; it is left behind at once.
+    stage: CString,
+    inner: Vec<(OwnedFd, &'static CStr)>,
+    filter: Vec<libc::sock_filter>,
 }
 
-impl ChildSetup {
-    fn apply(&self) -> io::Result<()> {
-        // SAFETY: plain system calls on values made before the fork; every pointer is to live memory of this process.
-        unsafe {
-            check(libc::setsid())?;
-            for procs in &self.cgroups {
-                if libc::write(*procs, c"0".as_ptr().cast(), 1) != 1 {
-                    return Err(io::Error::last_os_error());
-                }
+impl Cage {
+    pub(crate) fn new(jail: &Jail) -> io::Result<Cage> {
+        let root = jail.root.path();
+        let mut inner = vec![
+            (mounts::detached(&root.join("dev"), Kind::Devices)?, c"dev"),
+            (mounts::detached(&jail.folder, Kind::Folder)?, c"vm"),
+        ];
+        if let Some((kernel, initramfs)) = &jail.boot {
+            for (file, place, target) in
+                [(kernel, jail::KERNEL, c"boot/kernel"), (initramfs, jail::INITRAMFS, c"boot/initramfs")]
+            {
+                debug_assert_eq!(place.as_bytes()[1..], *target.to_bytes());
+                // The configuration's files may be named by links; what they lead to is mounted.
+                inner.push((mounts::detached(&file.canonicalize()?, Kind::ReadOnly)?, target));
             }
-            for (resource, value) in &self.limits {
-                let limit = libc::rlimit { rlim_cur: *value, rlim_max: *value };
-                check(libc::setrlimit(*resource, &limit))?;
-            }
-            check(libc::fchdir(self.cwd))?;
-            for fd in &self.inherited {
-                check(libc::fcntl(*fd, libc::F_SETFD, 0))?;
-            }
-            if libc::geteuid() == 0 {
-                check(libc::setgroups(0, std::ptr::null()))?;
-            }
-            check(libc::setresgid(self.gid, self.gid, self.gid))?;
-            check(libc::setresuid(self.uid, self.uid, self.uid))?;
-            check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
-            let mut set: libc::sigset_t = std::mem::zeroed();
-            check(libc::sigemptyset(&mut set))?;
-            check(libc::sigprocmask(libc::SIG_SETMASK, &set, std::ptr::null_mut()))?;
         }
-        Ok(())
+        Ok(Cage {
+            root: mounts::detached(root, Kind::Root)?,
+            stage: c_string(root)?,
+            inner,
+            filter: seccomp::program(jail.profile),
+        })
+    }
+
+    /// In the child, in its own namespaces: from the host's tree to the jail's.
+    fn enter(&self) -> Result<(), Fault> {
+        // SAFETY: plain system calls on memory that the parent made; every string ends with NUL.
+        unsafe {
+            // Nothing done here is seen outside.
+            let flags = libc::MS_REC | libc::MS_PRIVATE;
+            check(1, libc::mount(std::ptr::null(), c"/".as_ptr(), std::ptr::null(), flags, std::ptr::null()))?;
+            mounts::attach(self.root.as_raw_fd(), libc::AT_FDCWD, &self.stage).map_err(|e| fault(2, &e))?;
+            for (tree, target) in &self.inner {
+                mounts::attach(tree.as_raw_fd(), self.root.as_raw_fd(), target).map_err(|e| fault(3, &e))?;
+            }
+            check(4, libc::fchdir(self.root.as_raw_fd()))?;
+            // The old root ends up on top of the new one, and is let go with all that hangs on it.
+            let pivoted = libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr());
+            check(5, pivoted as libc::c_int)?;
+            check(6, libc::umount2(c".".as_ptr(), libc::MNT_DETACH))?;
+            check(7, libc::chdir(c"/vm".as_ptr()))?;
+            check(8, libc::sethostname(c"vm".as_ptr(), 2))
+        }
     }
 }
 
-/// Makes `command` run `setup` in its child.
-pub(crate) fn prepare(command: &mut Command, setup: ChildSetup) {
-    // SAFETY: `apply` makes only async-signal-safe calls and touches only memory allocated before the fork.
-    unsafe { command.pre_exec(move || setup.apply()) };
+/// What the child could not do: the number of the step, and the system's reason.
+type Fault = (u8, i32);
+
+const STEPS: [&str; 16] = [
+    "begin",
+    "make the mounts private",
+    "mount the root of the jail",
+    "mount into the jail",
+    "enter the root of the jail",
+    "change the root",
+    "leave the old root",
+    "enter the folder",
+    "set the host name",
+    "join the cgroup",
+    "set a limit",
+    "place the descriptors",
+    "give up capabilities",
+    "change the user",
+    "install the system call filter",
+    "execute the program",
+];
+
+fn fault(step: u8, error: &io::Error) -> Fault {
+    (step, error.raw_os_error().unwrap_or(libc::EINVAL))
+}
+
+fn check(step: u8, result: libc::c_int) -> Result<(), Fault> {
+    if result == -1 { Err(fault(step, &io::Error::last_os_error())) } else { Ok(()) }
+}
+
+pub(crate) fn c_string(path: &Path) -> io::Result<CString> {
+    Ok(CString::new(path.as_os_str().as_bytes())?)
+}
+
+/// Becomes nobody in particular: the user, no capability now or later, no new privileges.
+fn drop_rights(uid: libc::uid_t, gid: libc::gid_t) -> Result<(), Fault> {
+    // SAFETY: plain system calls with numbers.
+    unsafe {
+        if libc::geteuid() == 0 {
+            // Until the kernel says that there is no such capability.
+            let mut capability = 0;
+            while libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) == 0 && capability < 64 {
+                capability += 1;
+            }
+            check(13, libc::setgroups(0, std::ptr::null()))?;
+        }
+        check(13, libc::setresgid(gid, gid, gid))?;
+        check(13, libc::setresuid(uid, uid, uid))?;
+        check(12, libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    }
+}
+
+/// A copy of a descriptor that is out of the way of the numbers the program gets.
+fn high(fd: &OwnedFd) -> io::Result<OwnedFd> {
+    Ok(rustix::io::fcntl_dupfd_cloexec(fd, HIGH)?)
+}
+
+impl Child {
+    /// Everything up to the program. Returns only when a step failed.
+    fn become_program(&self, args: &[*const libc::c_char]) -> Result<(), Fault> {
+        let environment = [std::ptr::null::<libc::c_char>()];
+        // SAFETY: plain system calls on memory made before the clone; every string and list ends with NUL.
+        unsafe {
+            check(0, libc::setsid())?;
+            for procs in &self.cgroups {
+                check(9, (libc::write(procs.as_raw_fd(), c"0".as_ptr().cast(), 1) as libc::c_int).min(0))?;
+            }
+            match &self.cage {
+                Some(cage) => cage.enter()?,
+                None => check(7, libc::fchdir(self.cwd.as_raw_fd()))?,
+            }
+            for (number, fd) in (0..).zip(self.stdio.iter().chain(&self.inherited)) {
+                check(11, libc::dup2(fd.as_raw_fd(), number))?;
+            }
+            let first = FIRST_INHERITED as libc::c_uint + self.inherited.len() as libc::c_uint;
+            check(11, libc::close_range(first, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC as libc::c_int))?;
+            for (resource, value) in &self.limits {
+                let limit = libc::rlimit { rlim_cur: *value, rlim_max: *value };
+                check(10, libc::setrlimit(*resource, &limit))?;
+            }
+            drop_rights(self.uid, self.gid)?;
+            // Rust ignores it, and what is ignored stays so.
+            libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+            let mut none: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&mut none);
+            check(0, libc::sigprocmask(libc::SIG_SETMASK, &none, std::ptr::null_mut()))?;
+            if let Some(cage) = &self.cage {
+                seccomp::install(&cage.filter).map_err(|e| fault(14, &e))?;
+            }
+            check(15, libc::execve(self.program.as_ptr(), args.as_ptr(), environment.as_ptr()))
+        }
+    }
+
+    /// Starts the program. Returns its process id and a pidfd, once it runs: from then on it has all its limits.
+    pub(crate) fn start(mut self) -> io::Result<(u32, OwnedFd)> {
+        let (mut read, write) = std::io::pipe()?;
+        let write = high(&write.into())?;
+        self.stdio = [high(&self.stdio[0])?, high(&self.stdio[1])?, high(&self.stdio[2])?];
+        self.inherited = self.inherited.iter().map(high).collect::<io::Result<_>>()?;
+        let args: Vec<_> = self.args.iter().map(|arg| arg.as_ptr()).chain([std::ptr::null()]).collect();
+        let mut pidfd: RawFd = -1;
+        // SAFETY: without shared memory the child is as after a fork, with a copy of all this; it makes system calls only and ends
+        // in exec or _exit. Signals are blocked, so that no handler of ours runs in it. The kernel writes one descriptor.
+        let pid = unsafe {
+            let mut request: libc::clone_args = std::mem::zeroed();
+            let namespaces = if self.cage.is_some() { NAMESPACES } else { 0 };
+            request.flags = (libc::CLONE_PIDFD | namespaces) as u64;
+            request.pidfd = &raw mut pidfd as u64;
+            request.exit_signal = libc::SIGCHLD as u64;
+            let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&mut all);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+            let pid = libc::syscall(libc::SYS_clone3, &request, size_of::<libc::clone_args>());
+            if pid == 0 {
+                if let Err((step, errno)) = self.become_program(&args) {
+                    let [a, b, c, d] = errno.to_ne_bytes();
+                    libc::write(write.as_raw_fd(), [step, a, b, c, d].as_ptr().cast(), 5);
+                }
+                libc::_exit(127);
+            }
+            let error = io::Error::last_os_error();
+            libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+            if pid == -1 {
+                return Err(error);
+            }
+            pid as u32
+        };
+        // SAFETY: the kernel has just made this descriptor for us.
+        let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+        drop(write);
+        let mut said = [0; 5];
+        match read.read_exact(&mut said) {
+            // The pipe closed: the program runs.
+            Err(_) => Ok((pid, pidfd)),
+            Ok(()) => {
+                let _ = rustix::process::waitid(
+                    rustix::process::WaitId::PidFd(std::os::fd::AsFd::as_fd(&pidfd)),
+                    rustix::process::WaitIdOptions::EXITED,
+                );
+                let error = io::Error::from_raw_os_error(i32::from_ne_bytes([said[1], said[2], said[3], said[4]]));
+                let step = STEPS.get(usize::from(said[0])).copied().unwrap_or("start");
+                Err(io::Error::new(error.kind(), format!("cannot {step}: {error}")))
+            }
+        }
+    }
 }
 
 /// Registers a descriptor with the runtime, to wait until it is readable.

@@ -1,12 +1,14 @@
 //! Detached processes and their groups, for real.
 
 use std::fs::{self, File};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use space_hostd::cgroup::{Cgroup, CgroupRoot, Limits, Weight};
-use space_hostd::process::{Exit, Output, ProcessError, ProcessIdentity, Rlimits, SpawnSpec, open_existing, spawn};
+use space_hostd::process::{
+    Exit, FIRST_INHERITED, Output, ProcessError, ProcessIdentity, Rlimits, SpawnSpec, open_existing, spawn,
+};
 
 const UID: u32 = 299_001;
 
@@ -29,6 +31,7 @@ fn shell(script: &str, cwd: &Path, cgroup: Option<Cgroup>, inherited: Vec<OwnedF
         output: Output::File(cwd.join("out")),
         limits: Rlimits { open_files: Some(64), file_size_bytes: Some(1 << 20) },
         inherited,
+        jail: None,
     }
 }
 
@@ -61,7 +64,7 @@ async fn the_child_has_what_it_was_given_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let group = TestGroup::new("child");
     let passed = File::open("/dev/zero").unwrap();
-    let fd = passed.as_raw_fd();
+    let fd = FIRST_INHERITED;
     let script = format!(
         "pwd; id -u; id -g; id -G; grep -E 'NoNewPrivs' /proc/self/status; cat /proc/self/cgroup; env | grep -v -e ^PWD -e ^_ -e ^SHLVL -e ^OLDPWD; \
          echo session $(cut -d' ' -f6 /proc/$$/stat) $$; ulimit -n; ulimit -c; head -c 3 <&{fd} | wc -c; exit 7"

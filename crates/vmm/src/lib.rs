@@ -112,6 +112,8 @@ pub enum VmmError {
     File { action: &'static str, path: PathBuf, source: std::io::Error },
     #[error("cannot start the VMM")]
     Spawn(#[from] space_hostd::process::ProcessError),
+    #[error("cannot make the jail of the VMM")]
+    Jail(#[source] space_hostd::jail::JailError),
     #[error("the VMM ended before it was ready: {reason}; it said: {said}")]
     Died { reason: ExitReason, said: String },
     #[error("the VMM did not answer {what} within {limit:?}")]

@@ -8,22 +8,9 @@ use crate::config::ServerConfig;
 
 const NAME: &str = "leftovers";
 
-/// VMM processes whose working folder lies in this pool: process id and the name of the folder.
+/// VMM processes whose folder lies in this pool: process id and the name of the folder.
 pub fn vmms(config: &ServerConfig) -> Vec<(u32, String)> {
-    let Ok(pool) = config.pool_root().canonicalize() else { return Vec::new() };
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-        let name = std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-        if !name.starts_with("qemu-system") && !name.starts_with("firecracker") {
-            continue;
-        }
-        let Ok(folder) = std::fs::read_link(entry.path().join("cwd")) else { continue };
-        if let Ok(inside) = folder.strip_prefix(&pool) {
-            found.push((pid, inside.display().to_string()));
-        }
-    }
-    found
+    space_hostd::probe::vmms(&config.pool_root())
 }
 
 fn folders(config: &ServerConfig) -> BTreeSet<String> {

@@ -34,13 +34,14 @@ fn failure(error: impl std::error::Error + Send + Sync + 'static) -> Failure {
 }
 
 fn driver(config: &ServerConfig, facts: &HostFacts) -> (Qemu, String, String) {
+    let defaults = QemuConfig::new(config.data_dir.join("jails"));
     let (accel, label) = match config.driver {
         DriverChoice::QemuKvm => (Accel::Kvm, "qemu-kvm"),
         DriverChoice::Auto if facts.kvm.is_usable() => (Accel::Kvm, "qemu-kvm"),
-        DriverChoice::Auto | DriverChoice::QemuTcg => (QemuConfig::default().accel, "qemu-tcg"),
+        DriverChoice::Auto | DriverChoice::QemuTcg => (defaults.accel, "qemu-tcg"),
     };
-    let program = config.vmm_program.clone().unwrap_or_else(|| QemuConfig::default().program);
-    (Qemu::new(QemuConfig { program, accel }), label.to_owned(), facts.kvm.sentence())
+    let program = config.vmm_program.clone().unwrap_or_else(|| defaults.program.clone());
+    (Qemu::new(QemuConfig { program, accel, ..defaults }), label.to_owned(), facts.kvm.sentence())
 }
 
 fn machine_name() -> String {

@@ -4,6 +4,8 @@
 //! device emulation that face the guest. Debian's kernel finds the virtio-mmio devices through ACPI. A restore leaves out
 //! kernel and initramfs, whose bytes are in the memory already.
 
+use space_hostd::jail;
+
 use super::{Accel, QemuConfig};
 use crate::VmSpec;
 use crate::dir::{DISK, MEMORY};
@@ -13,7 +15,7 @@ pub(super) const LAYOUT: u32 = 1;
 /// Bytes of console output that QEMU keeps until they are fetched. A power of two.
 pub(super) const CONSOLE_BYTES: usize = 64 << 10;
 
-/// Inherited descriptors by number.
+/// Inherited descriptors by number. Files are named as they are in the jail.
 pub(super) struct Fds {
     pub qmp: i32,
     pub agent: i32,
@@ -27,11 +29,6 @@ pub(super) enum Begin {
         tsc_khz: Option<u64>,
     },
     Incoming,
-}
-
-/// Commas separate options, so one in a value is doubled.
-fn escape(text: &str) -> String {
-    text.replace(',', ",,")
 }
 
 fn kernel_cmdline(spec: &VmSpec, tsc_khz: Option<u64>) -> String {
@@ -77,8 +74,7 @@ pub(super) fn build(config: &QemuConfig, spec: &VmSpec, fds: &Fds, begin: Begin)
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
     match begin {
         Begin::Boot { tsc_khz } => {
-            let (kernel, initramfs) = (spec.kernel.to_string_lossy(), spec.initramfs.to_string_lossy());
-            add(&["-kernel", &kernel, "-initrd", &escape(&initramfs), "-append", &kernel_cmdline(spec, tsc_khz)]);
+            add(&["-kernel", jail::KERNEL, "-initrd", jail::INITRAMFS, "-append", &kernel_cmdline(spec, tsc_khz)]);
         }
         Begin::Incoming => add(&["-S", "-incoming", "defer"]),
     }

@@ -19,12 +19,15 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use space_hostd::jail::{Contents, JailRoot};
 use tokio::sync::OnceCell;
 
 use crate::{AfterRestore, Driver, ProcessIdentity, Vm, VmDir, VmSpec, VmmError};
 
 /// Default place of the program on Debian.
 pub const DEFAULT_PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
+const MODULES: [&str; 2] = ["lib/x86_64-linux-gnu/qemu/accel-tcg-x86_64.so", "lib/qemu/accel-tcg-x86_64.so"];
+const FIRMWARE: [&str; 4] = ["bios-microvm.bin", "linuxboot_dma.bin", "pvh.bin", "kvmvapic.bin"];
 /// How long anything that needs an answer of QEMU may take. Generous: fifty may start at once on two cores.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -44,11 +47,29 @@ pub enum Accel {
 pub struct QemuConfig {
     pub program: PathBuf,
     pub accel: Accel,
+    /// Where the root folder of the jails is made: the host's disk, not the pool.
+    pub jails: PathBuf,
 }
 
-impl Default for QemuConfig {
-    fn default() -> Self {
-        QemuConfig { program: PathBuf::from(DEFAULT_PROGRAM), accel: Accel::Tcg { code_cache_mib: 64 } }
+impl QemuConfig {
+    /// The distribution's QEMU, without hardware virtualization.
+    pub fn new(jails: impl Into<PathBuf>) -> Self {
+        let accel = Accel::Tcg { code_cache_mib: 64 };
+        QemuConfig { program: PathBuf::from(DEFAULT_PROGRAM), accel, jails: jails.into() }
+    }
+
+    /// What QEMU needs beyond its libraries: the module of emulation, and the firmware of the one machine we use, from where
+    /// QEMU itself looks for it.
+    pub fn contents(&self) -> Contents {
+        let prefix = self.program.parent().and_then(Path::parent).unwrap_or(Path::new("/usr"));
+        let mut files = vec![PathBuf::from("/etc/ld.so.cache"), PathBuf::from("/lib/x86_64-linux-gnu/libgcc_s.so.1")];
+        for folder in [Path::new("/usr"), prefix] {
+            files.extend(MODULES.map(|name| folder.join(name)));
+            for place in ["share/qemu", "share/seabios"] {
+                files.extend(FIRMWARE.map(|name| folder.join(place).join(name)));
+            }
+        }
+        Contents { program: self.program.clone(), files, kvm: self.accel == Accel::Kvm }
     }
 }
 
@@ -59,11 +80,22 @@ pub struct Qemu {
     version: OnceCell<String>,
     /// Only for emulation: with hardware virtualization the guest asks the hypervisor.
     tsc_khz: OnceCell<u64>,
+    root: OnceCell<JailRoot>,
 }
 
 impl Qemu {
     pub fn new(config: QemuConfig) -> Self {
-        Qemu { config, version: OnceCell::new(), tsc_khz: OnceCell::new() }
+        Qemu { config, version: OnceCell::new(), tsc_khz: OnceCell::new(), root: OnceCell::new() }
+    }
+
+    /// Made at the first start of a VM.
+    async fn root(&self) -> Result<JailRoot, VmmError> {
+        let (jails, contents) = (self.config.jails.clone(), self.config.contents());
+        let prepare = || async {
+            let made = tokio::task::spawn_blocking(move || JailRoot::prepare(&jails, "qemu", &contents)).await;
+            made.map_err(|_| VmmError::Disconnected { command: "the making of its jail" })?.map_err(VmmError::Jail)
+        };
+        self.root.get_or_try_init(prepare).await.cloned()
     }
 
     async fn tsc_khz(&self) -> Option<u64> {
@@ -122,12 +154,12 @@ impl Driver for Qemu {
 
     async fn boot(&self, spec: &VmSpec, dir: &VmDir) -> Result<Box<dyn Vm>, VmmError> {
         self.check_program()?;
-        Ok(Box::new(start::boot(&self.config, spec, dir, self.tsc_khz().await).await?))
+        Ok(Box::new(start::boot((&self.config, self.root().await?), spec, dir, self.tsc_khz().await).await?))
     }
 
     async fn restore(&self, spec: &VmSpec, dir: &VmDir, then: AfterRestore) -> Result<Box<dyn Vm>, VmmError> {
         self.check_program()?;
-        Ok(Box::new(start::restore(&self.config, spec, dir, then).await?))
+        Ok(Box::new(start::restore((&self.config, self.root().await?), spec, dir, then).await?))
     }
 
     async fn adopt(&self, dir: &VmDir, identity: ProcessIdentity) -> Result<Box<dyn Vm>, VmmError> {

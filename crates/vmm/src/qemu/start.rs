@@ -1,11 +1,13 @@
 //! Starting a QEMU process, or taking hold of one that runs.
 
 use std::fs::OpenOptions;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
-use space_hostd::process::{self, Output, Rlimits, SpawnSpec, VmmProcess};
+use space_hostd::jail::{Jail, JailRoot};
+use space_hostd::process::{self, FIRST_INHERITED, Output, Rlimits, SpawnSpec, VmmProcess};
+use space_hostd::seccomp::Profile;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 
@@ -20,6 +22,9 @@ use crate::{AfterRestore, ProcessIdentity, VmDir, VmSpec, VmmError};
 /// How much of QEMU's own messages is kept.
 const SAID_BYTES: usize = 4096;
 const OPEN_FILES: u64 = 512;
+/// What QEMU inherits, in this order: the sockets it listens on, and the state it is to load.
+const FDS: Fds = Fds { qmp: FIRST_INHERITED, agent: FIRST_INHERITED + 1 };
+const STATE_FD: i32 = FIRST_INHERITED + 2;
 
 /// The end of what QEMU wrote to its standard error.
 #[derive(Clone, Default)]
@@ -58,7 +63,7 @@ struct Started {
 
 /// Starts QEMU with its sockets inherited and the monitor connection open. `state` is the device state to load.
 async fn start(
-    config: &QemuConfig,
+    (config, root): (&QemuConfig, JailRoot),
     spec: &VmSpec,
     dir: &VmDir,
     begin: Begin,
@@ -67,7 +72,8 @@ async fn start(
     dir.hand_over(spec.jail.uid, spec.jail.gid)?;
     let (qmp, agent) = (dir.listen(QMP_SOCKET)?, dir.listen(AGENT_SOCKET)?);
     let stream = dir.connect(QMP_SOCKET)?;
-    let args = args::build(config, spec, &Fds { qmp: qmp.as_raw_fd(), agent: agent.as_raw_fd() }, begin);
+    let args = args::build(config, spec, &FDS, begin);
+    let boot = matches!(begin, Begin::Boot { .. }).then(|| (spec.kernel.clone(), spec.initramfs.clone()));
     let disk_bytes = std::fs::metadata(dir.file(DISK)).map_err(dir.error("inspect", DISK))?.len();
     let (said, stderr) = Said::listen(dir)?;
     let process = process::spawn(SpawnSpec {
@@ -84,6 +90,7 @@ async fn start(
             file_size_bytes: Some(disk_bytes.max(u64::from(spec.memory_mib) << 20)),
         },
         inherited: [Some(qmp), Some(agent), state].into_iter().flatten().collect(),
+        jail: Some(Jail { root, folder: dir.path().to_owned(), boot, profile: Profile::NoSockets }),
     })?;
     Ok(Started { process, qmp: Qmp::new(stream), said })
 }
@@ -125,7 +132,7 @@ async fn negotiate(qmp: &Qmp) -> Result<Vec<super::qmp::Pending>, VmmError> {
 }
 
 pub(super) async fn boot(
-    config: &QemuConfig,
+    config: (&QemuConfig, JailRoot),
     spec: &VmSpec,
     dir: &VmDir,
     tsc_khz: Option<u64>,
@@ -146,13 +153,13 @@ pub(super) async fn boot(
 }
 
 pub(super) async fn restore(
-    config: &QemuConfig,
+    config: (&QemuConfig, JailRoot),
     spec: &VmSpec,
     dir: &VmDir,
     then: AfterRestore,
 ) -> Result<QemuVm, VmmError> {
     let state: OwnedFd = dir.open(DEVICE_STATE, OpenOptions::new().read(true))?.into();
-    let uri = format!("fd:{}", state.as_raw_fd());
+    let uri = format!("fd:{STATE_FD}");
     let started = start(config, spec, dir, Begin::Incoming, Some(state)).await?;
     let loaded = or_kill(&started, async {
         let mut pending = negotiate(&started.qmp).await?;

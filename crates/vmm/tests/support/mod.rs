@@ -69,7 +69,7 @@ impl Bench {
         let pool = Pool::open(&dir.path().join("pool"), image).unwrap();
         let cgroups = CgroupRoot::new(&format!("test-{}-{name}", std::process::id())).unwrap();
         let uid = AtomicU32::new(290_000 + std::process::id() % 500 * 16);
-        Some(Bench { pool, driver: Qemu::new(QemuConfig::default()), cgroups, kernel, dir, uid })
+        Some(Bench { pool, driver: Qemu::new(QemuConfig::new(dir.path().join("jails"))), cgroups, kernel, dir, uid })
     }
 
     /// A specification with a user and a cgroup of its own.
