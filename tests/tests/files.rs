@@ -54,6 +54,39 @@ async fn ranges_are_served() -> Result<()> {
 }
 
 #[tokio::test]
+async fn a_watched_folder_tells_what_changes_in_it() -> Result<()> {
+    let server = shared_or_skip!();
+    let sandbox = server.api()?.sandbox("seed").await?;
+    let missing = sandbox.api.call("GET", &sandbox.path("/files/watch?path=/nowhere"), None).await?;
+    assert_eq!((missing.status, missing.code()), (404, "file_not_found"), "{missing:?}");
+    sandbox.sh("mkdir -p w/below").await?.ok()?;
+    let answer = sandbox.api.request("GET", &sandbox.path("/files/watch?path=w&recursive=true")).send().await?;
+    assert_eq!(answer.status(), 200);
+    let (mut stream, mut told) = (answer.bytes_stream(), String::new());
+    let script = "cd w; echo 1 > a; mv a below/b; mkdir -p new/deep; sleep 1; echo 2 > new/deep/c; cd ..; rm -r w";
+    let (mut begun, mut work) = (false, None);
+    while let Some(part) = tokio::time::timeout(std::time::Duration::from_secs(60), stream.next()).await? {
+        told.push_str(std::str::from_utf8(&part?)?);
+        if !begun && told.contains("event: ready") {
+            begun = true;
+            work = Some(sandbox.sh(script));
+        }
+        if let Some(work) = work.take() {
+            work.await?.ok()?;
+        }
+    }
+    // The stream has ended by itself: the folder is gone.
+    for line in
+        ["created|w/a", "modified|w/a", "moved_away|w/a", "moved_here|w/below/b", "created|w/new/deep/c", "removed|w"]
+    {
+        let (change, path) = line.split_once('|').unwrap_or_default();
+        let data = format!("event: {change}\ndata: {{\"change\":\"{change}\",\"path\":\"/home/user/{path}\"");
+        assert!(told.contains(&data), "{line} is missing in:\n{told}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn an_upload_that_cannot_fit_is_refused_before_it_starts() -> Result<()> {
     let server = shared_or_skip!();
     let sandbox = server.api()?.sandbox("tiny").await?;

@@ -296,6 +296,19 @@ pub struct FileList {
     pub next_after: Option<String>,
 }
 
+/// One change in a folder that is watched.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FileEvent {
+    /// `ready`, `created`, `modified`, `attributes`, `removed`, `moved_away`, `moved_here`, or `missed`: too much happened
+    /// at once, look again.
+    pub change: String,
+    pub path: String,
+    pub directory: bool,
+    /// The same for the two halves of one move.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cookie: Option<u32>,
+}
+
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MakeDirectory {

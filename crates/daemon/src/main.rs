@@ -22,13 +22,14 @@ mod session;
 mod spawn;
 mod sys;
 mod users;
+mod watch;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// More than there are transfers, so that short work on files finds a thread while all of those stand still.
-const BLOCKING_THREADS_MAX: usize = 2 * files::TRANSFERS_MAX;
+/// More than there are transfers and watchers, so that short work on files finds a thread while all of those stand still.
+const BLOCKING_THREADS_MAX: usize = 2 * files::TRANSFERS_MAX + watch::WATCHERS_MAX;
 
 /// Where the daemon runs.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,11 +8,11 @@ use space_proto::guest::attach_input::Kind as In;
 use space_proto::guest::attach_output::Kind as Out;
 use space_proto::guest::guest_server::Guest;
 use space_proto::guest::{
-    AttachInput, AttachOpen, AttachOutput, AttachStarted, FileChunk, FileStat, GetProcessRequest, InfoReply,
+    AttachInput, AttachOpen, AttachOutput, AttachStarted, FileChunk, FileEvent, FileStat, GetProcessRequest, InfoReply,
     InfoRequest, ListDirReply, ListDirRequest, ListProcessesReply, ListProcessesRequest, MakeDirRequest, OutputChunk,
     PathRequest, ProcessInfo, ProcessRef, QuiesceReply, QuiesceRequest, ReadFileRequest, RefreshReply, RefreshRequest,
     RemoveFileReply, RemoveFileRequest, RenameFileRequest, ReserveReply, ReserveRequest, SignalRequest,
-    WriteArchiveReply, WriteFileChunk, WriteFileOpen,
+    WatchFilesRequest, WriteArchiveReply, WriteFileChunk, WriteFileOpen,
 };
 use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
@@ -22,7 +22,7 @@ use crate::files::{self, Piece, as_user};
 use crate::output::{Attachment, Found};
 use crate::processes::{Input, Process};
 use crate::users::User;
-use crate::{Daemon, archive, cgroup, refresh, spawn};
+use crate::{Daemon, archive, cgroup, refresh, spawn, watch};
 
 const WAIT_MAX: Duration = Duration::from_secs(3600);
 const CHUNKS_QUEUED: usize = 4;
@@ -314,5 +314,15 @@ impl Guest for Service {
         let user = self.user(&open.user)?;
         let _turn = TRANSFERS.acquire().await;
         as_user(user, move |user| archive::write(&open, user, &mut pieces)).await.map(Response::new)
+    }
+
+    type WatchFilesStream = Stream<FileEvent>;
+
+    async fn watch_files(&self, request: Request<WatchFilesRequest>) -> Answer<Self::WatchFilesStream> {
+        let request = request.into_inner();
+        let user = self.user(&request.user)?;
+        let (events, receiver) = mpsc::channel(CHUNKS_QUEUED);
+        watch::start(request, user, events).await?;
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 }

@@ -36,6 +36,7 @@ const METHODS: &[&str] = &[
     "WriteFile",
     "ReadArchive",
     "WriteArchive",
+    "WatchFiles",
 ];
 
 #[derive(Clone)]

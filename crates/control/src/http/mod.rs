@@ -17,6 +17,7 @@ mod present;
 mod sandboxes;
 mod templates;
 mod transfer;
+mod watch;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -64,6 +65,7 @@ routes! {
     "/v1/sandboxes/{id}/files" => get(transfer::read).put(transfer::write).delete(files::remove), ["get", "put", "delete"];
     "/v1/sandboxes/{id}/files/info" => get(files::info), ["get"];
     "/v1/sandboxes/{id}/files/list" => get(files::list), ["get"];
+    "/v1/sandboxes/{id}/files/watch" => get(watch::watch), ["get"];
     "/v1/sandboxes/{id}/files/mkdir" => post(files::make_directory), ["post"];
     "/v1/sandboxes/{id}/files/rename" => post(files::rename), ["post"];
     "/v1/sandboxes/{id}/archive" => get(transfer::read_archive).put(transfer::write_archive), ["get", "put"];

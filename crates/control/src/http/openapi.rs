@@ -18,7 +18,7 @@ use utoipa::openapi::security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder
         super::operations::list, super::operations::get,
         super::commands::create, super::commands::attach, super::commands::processes, super::commands::process,
         super::commands::signal, super::output::output,
-        super::transfer::read, super::transfer::write, super::files::remove, super::files::info, super::files::list,
+        super::transfer::read, super::transfer::write, super::files::remove, super::files::info, super::files::list, super::watch::watch,
         super::files::make_directory, super::files::rename, super::transfer::read_archive, super::transfer::write_archive,
         super::templates::list, super::templates::build, super::templates::get, super::templates::delete,
         super::templates::tag,

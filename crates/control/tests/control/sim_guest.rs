@@ -260,4 +260,18 @@ impl guest_server::Guest for Passed {
         let (_, data) = collect(&guest, request.into_inner()).await?;
         Ok(Response::new(WriteArchiveReply { entries: 1, bytes: data.len() as u64 }))
     }
+
+    type WatchFilesStream = Chunks<FileEvent>;
+
+    async fn watch_files(
+        &self,
+        request: Request<WatchFilesRequest>,
+    ) -> Result<Response<Self::WatchFilesStream>, Status> {
+        let guest = self.guest(&request)?;
+        let path = request.into_inner().path;
+        guest.stat(&path)?;
+        let event = |change: FileChange| FileEvent { change: change.into(), path: path.clone(), ..Default::default() };
+        let events = [FileChange::Ready, FileChange::Removed].map(|change| Ok(event(change)));
+        Ok(Response::new(Box::pin(futures::stream::iter(events))))
+    }
 }
