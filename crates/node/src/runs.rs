@@ -123,6 +123,7 @@ impl Entry {
             since_unix_ms: held.since_unix_ms,
             adopted: held.adopted,
             observation: held.observation,
+            template: held.template.clone(),
         })
     }
 }

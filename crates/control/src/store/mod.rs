@@ -6,6 +6,7 @@
 mod idempotency;
 mod keys;
 mod operations;
+mod rescue;
 mod sandbox_reads;
 mod sandboxes;
 mod templates;
@@ -22,6 +23,7 @@ pub use idempotency::{Claim, IdempotencyKey, Seen};
 pub use keys::KeyRow;
 use operations::NewOperation;
 pub use operations::OperationRow;
+pub use rescue::Rescue;
 pub use sandboxes::{Deletion, Moved, NewSandbox, Observation, Patch, RunWord, SandboxFilter, SandboxRow};
 pub use templates::{TagRemoval, TemplateRow};
 

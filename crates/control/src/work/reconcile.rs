@@ -6,14 +6,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use space_core::limits::IDEMPOTENCY_KEEP_SECONDS;
-use space_core::{RunNumber, SandboxId, SandboxState};
+use space_core::{Generation, RunNumber, SandboxId, SandboxState};
 use space_proto::node::{ListRunsRequest, ListTemplatesRequest, RunRef, RunState, RunStatus};
 
 use super::{build, drive, watch};
 use crate::app::App;
 use crate::clock::now_ms;
 use crate::node::{SHORT, timed};
-use crate::store::{Observation, RunWord, StoreError};
+use crate::store::{Observation, Rescue, RunWord, StoreError};
 
 /// How often times to live are looked at.
 const TICK: Duration = Duration::from_millis(500);
@@ -127,16 +127,13 @@ async fn compare_runs(app: &Arc<App>, missing: &mut HashMap<(String, u32), Insta
     Ok(())
 }
 
-/// A run whose sandbox is deleted, failed at its start, unknown, or in another run.
+/// A run whose sandbox is deleted, failed at its start, or in another run. One that the store does not know is taken back.
 async fn remove_unwanted(app: &Arc<App>, status: &RunStatus) -> Result<(), StoreError> {
     let Some(run) = &status.run else { return Ok(()) };
     let Ok(id) = run.sandbox.parse::<SandboxId>() else { return Ok(()) };
     let mut generation = run.generation;
     let why = match app.store.sandbox(&id).await? {
-        None => {
-            generation += 1;
-            "no such sandbox"
-        }
+        None => return rescue(app, status, id).await,
         Some(row) if row.state == SandboxState::Deleted => {
             generation = generation.max(row.run_generation.0);
             "the sandbox is deleted"
@@ -155,6 +152,34 @@ async fn remove_unwanted(app: &Arc<App>, status: &RunStatus) -> Result<(), Store
     let request = RunRef { generation, ..run.clone() };
     if let Err(status) = app.node.node().delete_run(timed(request, crate::node::DELETE)).await {
         tracing::warn!(sandbox = %id, %status, "the run could not be removed; it is tried again");
+    }
+    Ok(())
+}
+
+/// Rows for a run that the store does not know. A row is there before its run and until after it, so the store has lost
+/// what it knew, and the run is somebody's work.
+async fn rescue(app: &Arc<App>, status: &RunStatus, id: SandboxId) -> Result<(), StoreError> {
+    let Some(run) = &status.run else { return Ok(()) };
+    let state = match status.state() {
+        RunState::Running => SandboxState::Running,
+        RunState::Paused => SandboxState::Paused,
+        RunState::Gone => SandboxState::Failed,
+        // It is looked at again when it is up.
+        RunState::Starting | RunState::Unspecified => return Ok(()),
+    };
+    let rescue = Rescue {
+        id: id.clone(),
+        project: app.project.clone(),
+        template_digest: status.template.clone(),
+        run_generation: Generation(run.generation.max(1)),
+        seen: Observation { run: RunNumber(run.run.max(1)), ..super::sandbox::observation(app, status) },
+        state,
+        started_at_ms: status.since_unix_ms,
+    };
+    if app.store.rescue_sandbox(rescue, now_ms()).await? {
+        tracing::warn!(sandbox = %id, "the store did not know this sandbox of the node; it has it back, under a new name");
+    } else {
+        tracing::warn!(sandbox = %id, "the node holds a sandbox that the store does not know, of a template it does not know");
     }
     Ok(())
 }

@@ -131,18 +131,25 @@ async fn runs_that_ended_while_nobody_looked_are_noticed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_of_no_sandbox_is_removed() {
+async fn a_lost_store_takes_the_sandboxes_back_from_the_node() {
     let mut cloud = Cloud::start().await;
-    let id = cloud.sandbox(json!({})).await;
+    let (alive, dead) = (cloud.sandbox(json!({})).await, cloud.sandbox(json!({})).await);
     cloud.crash().await;
+    cloud.node.kill(&dead, "vm_exited: killed");
     for name in ["control.db", "control.db-wal", "control.db-shm"] {
         let _ = std::fs::remove_file(cloud.data_dir().join(name));
     }
     cloud.restart().await;
-    let started = Instant::now();
-    while cloud.node.run_ids().contains(&id) {
-        assert!(started.elapsed() < Duration::from_secs(20), "the run is still there");
-        tokio::time::sleep(Duration::from_millis(20)).await;
+    cloud.wait_state(&alive, "running").await;
+    cloud.wait_state(&dead, "failed").await;
+    assert!(cloud.node.run_ids().contains(&alive));
+    let row = cloud.call("GET", &format!("/v1/sandboxes/{alive}"), None).await;
+    assert!(row.body["name"].as_str().is_some_and(|name| name.starts_with("rescued-")), "{row:?}");
+    // They are sandboxes like others: their runs still belong to them, and they can go.
+    for id in [alive, dead] {
+        let gone = cloud.call("DELETE", &format!("/v1/sandboxes/{id}?wait=20"), None).await;
+        assert_eq!(gone.body["state"], "succeeded", "{gone:?}");
+        assert!(!cloud.node.run_ids().contains(&id));
     }
 }
 

@@ -199,7 +199,7 @@ impl Node for SimNode {
         }
         let mut state = self.lock();
         Self::fence(&mut state, &run)?;
-        let mut status = RunStatus { run: Some(run), ..RunStatus::default() };
+        let mut status = RunStatus { run: Some(run), template: request.template, ..RunStatus::default() };
         self.change(&mut status, RunState::Running, "");
         let made = Run { status: status.clone(), guest: Arc::new(Guest::new(1 << 30)), hostname: request.hostname };
         state.runs.entry(key).or_insert(made);
