@@ -4,6 +4,8 @@
 pub mod client;
 pub mod frame;
 pub mod problem;
+#[cfg(feature = "server")]
+pub mod serve;
 pub mod types;
 
 pub use problem::Problem;

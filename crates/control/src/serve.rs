@@ -80,38 +80,15 @@ pub async fn serve(
     let _ = ready.send(Ready { addr, admin_key });
 
     let stopping = app.stopping.clone();
-    let listener = NoDelay(listener);
-    let server = axum::serve(listener, http::router(app.clone()))
-        .with_graceful_shutdown(async move { stopping.cancelled().await })
-        .into_future();
+    let server = space_api::serve::serve(listener, http::router(app.clone()), stopping.cancelled_owned());
     tokio::pin!(server, shutdown);
     tokio::select! {
-        ended = &mut server => return ended.map_err(ControlError::Http),
+        () = &mut server => return Ok(()),
         () = &mut shutdown => {}
     }
     tracing::info!("stopping");
     app.stopping.cancel();
-    match tokio::time::timeout(DRAIN, server).await {
-        Ok(ended) => ended.map_err(ControlError::Http),
-        // Uploads and the like: their clients see a broken connection and what was half written is thrown away.
-        Err(_) => Ok(()),
-    }
-}
-
-/// Small answers go out at once.
-struct NoDelay(TcpListener);
-
-impl axum::serve::Listener for NoDelay {
-    type Io = tokio::net::TcpStream;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
-        let (stream, addr) = axum::serve::Listener::accept(&mut self.0).await;
-        let _ = stream.set_nodelay(true);
-        (stream, addr)
-    }
-
-    fn local_addr(&self) -> std::io::Result<Self::Addr> {
-        self.0.local_addr()
-    }
+    // Uploads and the like may be cut: their clients see a broken connection and what was half written is thrown away.
+    let _ = tokio::time::timeout(DRAIN, server).await;
+    Ok(())
 }

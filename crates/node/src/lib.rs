@@ -125,9 +125,7 @@ impl Node {
         });
         let router = attach::router(shared.clone());
         let data = tokio::spawn(async move {
-            if let Err(error) = axum::serve(listener, router).await {
-                tracing::error!(%error, "the node's data plane ended");
-            }
+            space_api::serve::serve(listener, router, std::future::pending()).await;
         });
         let warm = tokio::spawn(warm::keep(shared.clone()));
         Ok(Self { data_url, shared, tasks: vec![grpc, data], warm })
