@@ -83,6 +83,9 @@ pub enum Command {
     Config(cmd::config::Config),
     /// Completions for a shell
     Completions(cmd::completions::Completions),
+    /// One of the processes that `space up` starts
+    #[command(hide = true)]
+    Role(crate::server::role::Role),
 }
 
 /// `KEY=VALUE`; a bare `KEY` takes its value from our own environment.
@@ -142,7 +145,7 @@ mod tests {
     fn every_command_shows_an_example() {
         let mut cli = Cli::command();
         cli.build();
-        for command in cli.get_subcommands().filter(|c| c.get_name() != "help") {
+        for command in cli.get_subcommands().filter(|c| c.get_name() != "help" && !c.is_hide_set()) {
             let mut command = command.clone();
             let help = command.render_long_help().to_string();
             assert!(help.contains("Examples:") && help.contains("--json"), "{}: {help}", command.get_name());

@@ -20,6 +20,7 @@ variables! {
     DATA_DIR = "SPACE_DATA_DIR", "data folder (data_dir)";
     LISTEN = "SPACE_LISTEN", "address of the API (listen)";
     DATA_LISTEN = "SPACE_DATA_LISTEN", "address of the data plane (data_listen)";
+    HOSTD = "SPACE_HOSTD", "absolute path of space-hostd, instead of the one beside space";
     LOG = "SPACE_LOG", "log filter, as in info or space_node=debug (log)";
     LOG_FORMAT = "SPACE_LOG_FORMAT", "text or json (log_format)";
     POOL_SIZE = "SPACE_POOL_SIZE", "size of the pool file (pool.size)";

@@ -53,6 +53,7 @@ fn dispatch(cli: Cli) -> Result<i32, Failure> {
         Command::Key(c) => on_one_thread(c.execute(global)),
         Command::Config(c) => c.execute(global),
         Command::Completions(c) => c.execute(),
+        Command::Role(c) => c.execute(),
     }
 }
 

@@ -21,8 +21,10 @@ const STORE_FILE: &str = "control.db";
 
 #[derive(Clone, Debug)]
 pub struct ControlConfig {
-    /// Port 0: any.
+    /// Port 0: any. Not used when there is a `listener`.
     pub listen: SocketAddr,
+    /// Opened by whoever started us.
+    pub listener: Option<Arc<std::net::TcpListener>>,
     /// Holds `control.db`, `admin.key` and `token.seed`.
     pub data_dir: PathBuf,
     pub node: NodeEndpoint,
@@ -33,7 +35,7 @@ pub struct ControlConfig {
 
 impl ControlConfig {
     pub fn new(listen: SocketAddr, data_dir: PathBuf, node: NodeEndpoint) -> Self {
-        Self { listen, data_dir, node, project: "default".to_owned(), points: Points::default() }
+        Self { listen, listener: None, data_dir, node, project: "default".to_owned(), points: Points::default() }
     }
 }
 
@@ -72,7 +74,10 @@ pub async fn serve(
     let _ends = Ends(app.clone());
 
     let listening = |source| ControlError::Listen { addr: config.listen, source };
-    let listener = TcpListener::bind(config.listen).await.map_err(listening)?;
+    let listener = match &config.listener {
+        Some(open) => open.try_clone().and_then(from_std).map_err(listening)?,
+        None => TcpListener::bind(config.listen).await.map_err(listening)?,
+    };
     let addr = listener.local_addr().map_err(listening)?;
     work::start(&app);
     tracing::info!(%addr, "the API is served");
@@ -91,4 +96,9 @@ pub async fn serve(
     // Uploads and the like may be cut: their clients see a broken connection and what was half written is thrown away.
     let _ = tokio::time::timeout(DRAIN, server).await;
     Ok(())
+}
+
+fn from_std(listener: std::net::TcpListener) -> std::io::Result<TcpListener> {
+    listener.set_nonblocking(true)?;
+    TcpListener::from_std(listener)
 }

@@ -60,6 +60,16 @@ impl TokenSigner {
 }
 
 impl TokenVerifier {
+    /// The public key, which is no secret.
+    pub fn to_bytes(&self) -> [u8; 32] {
+        self.0.to_bytes()
+    }
+
+    /// `None` when these are not the bytes of a key.
+    pub fn from_bytes(bytes: &[u8; 32]) -> Option<Self> {
+        VerifyingKey::from_bytes(bytes).ok().map(Self)
+    }
+
     /// `now` in seconds since 1970. Whether the node holds that run is the node's question, not ours.
     pub fn verify(&self, token: &str, now: u64) -> Result<Claims, TokenError> {
         if token.len() > TOKEN_MAX_BYTES {

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::libc;
+use serde::{Deserialize, Serialize};
 
 /// The controllers a group needs.
 pub const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
@@ -18,7 +19,7 @@ const CPU_PERIOD_US: u64 = 20_000;
 const REMOVE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Upper bounds of a group, and its share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     pub memory_bytes: u64,
     /// Thousandths of one CPU.
@@ -28,7 +29,7 @@ pub struct Limits {
 }
 
 /// How much of a CPU a group gets while others of the same owner want it too.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Weight {
     Normal,
     /// Gives way to every normal group; still gets what they leave.

@@ -5,12 +5,17 @@
 //! its own, the only one on a node with root's rights.
 
 pub mod btrfs;
+pub mod build;
 pub mod cgroup;
+pub mod host;
 pub mod jail;
 mod kvm;
 pub mod pool;
 pub mod probe;
 pub mod process;
+pub mod protocol;
 pub mod seccomp;
+pub mod server;
+pub mod service;
 mod spawn;
 pub mod uids;

@@ -13,6 +13,7 @@ use std::process::{Command, Stdio};
 
 use nix::libc;
 use nix::mount::{MntFlags, umount2};
+use serde::{Deserialize, Serialize};
 
 use crate::btrfs;
 
@@ -37,7 +38,7 @@ pub enum PoolSource {
 }
 
 /// One of the fixed folders of a pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Area {
     Templates,
     Sandboxes,
@@ -47,7 +48,7 @@ pub enum Area {
 }
 
 impl Area {
-    const ALL: [Area; 4] = [Area::Templates, Area::Sandboxes, Area::Checkpoints, Area::Tmp];
+    pub(crate) const ALL: [Area; 4] = [Area::Templates, Area::Sandboxes, Area::Checkpoints, Area::Tmp];
 
     fn folder(self) -> &'static str {
         match self {
@@ -89,7 +90,7 @@ pub enum PoolError {
 }
 
 /// Bytes of the pool's file system.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     pub total: u64,
     pub free: u64,
@@ -161,6 +162,30 @@ impl Pool {
             }
         }
         Ok(pool)
+    }
+
+    /// A pool that somebody else has opened, as it is: nothing is mounted, made or swept.
+    pub fn attach(root: &Path) -> Pool {
+        Pool { root: root.to_owned(), source: PoolSource::Existing }
+    }
+
+    pub(crate) fn area(&self, area: Area) -> PathBuf {
+        self.root.join(area.folder())
+    }
+
+    /// The path of a subvolume that is there.
+    pub(crate) fn subvolume(&self, area: Area, name: &str) -> Result<PathBuf, PoolError> {
+        let path = self.path(area, name)?;
+        self.require_subvolume(&path)?;
+        Ok(path)
+    }
+
+    /// Which subvolume has this path.
+    pub(crate) fn locate(&self, path: &Path) -> Result<(Area, String), PoolError> {
+        let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+        check_name(name)?;
+        let area = Area::ALL.into_iter().find(|area| path.parent() == Some(&self.area(*area)));
+        area.map(|area| (area, name.to_owned())).ok_or_else(|| PoolError::NotFound(path.to_owned()))
     }
 
     /// The folder the pool is mounted at.

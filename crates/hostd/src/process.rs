@@ -17,7 +17,9 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::cgroup::Cgroup;
+use crate::host::Host;
 use crate::jail::Jail;
+use crate::seccomp::{self, Profile};
 pub use crate::spawn::FIRST_INHERITED;
 use crate::spawn::{Cage, Child, c_string, watch_fd};
 
@@ -64,7 +66,21 @@ pub struct SpawnSpec {
     pub limits: Rlimits,
     /// Descriptors the program finds from [`FIRST_INHERITED`] on, in this order. Closed here after the start.
     pub inherited: Vec<OwnedFd>,
+    /// `NAME=value`; there is nothing else in the environment.
+    pub env: Vec<String>,
+    pub rights: Rights,
+    /// The filter of system calls, if any.
+    pub profile: Option<Profile>,
     pub jail: Option<Jail>,
+}
+
+/// What a program may do beyond its user's rights. New privileges are off in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rights {
+    /// No capability, now or later.
+    None,
+    /// Root's, cut down to these capabilities (their kernel numbers).
+    Root(&'static [u8]),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -80,7 +96,7 @@ pub enum ProcessError {
 }
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Exit {
     Code(i32),
     Signal(i32),
@@ -93,23 +109,45 @@ pub enum Exit {
 pub struct VmmProcess {
     identity: ProcessIdentity,
     pidfd: Arc<OwnedFd>,
+    keeper: Keeper,
     exit: watch::Receiver<Option<Exit>>,
+}
+
+/// Who can signal and reap a process.
+#[derive(Clone, Debug)]
+enum Keeper {
+    /// We started it.
+    Parent,
+    /// Somebody did who is gone: only its end will be known.
+    Nobody,
+    /// The root process, whose child it is or was.
+    Host(Host),
 }
 
 /// Starts a program. Must be called on a tokio runtime, which then reaps the child.
 pub fn spawn(spec: SpawnSpec) -> Result<VmmProcess, ProcessError> {
+    let (identity, pidfd) = start(spec)?;
+    VmmProcess::watch(identity, pidfd, Keeper::Parent)
+}
+
+/// Starts a program, which the caller reaps.
+pub(crate) fn start(spec: SpawnSpec) -> Result<(ProcessIdentity, OwnedFd), ProcessError> {
+    start_in(spec, None)
+}
+
+/// Starts a program in a cage that is made already.
+pub(crate) fn start_in(spec: SpawnSpec, cage: Option<Cage>) -> Result<(ProcessIdentity, OwnedFd), ProcessError> {
     if !spec.program.is_absolute() {
         return Err(ProcessError::NotAbsolute(spec.program));
     }
     let program = spec.program.clone();
     let failed = |source| ProcessError::Spawn { program: program.clone(), source };
-    let (pid, pidfd) = prepare(spec).and_then(Child::start).map_err(failed)?;
+    let (pid, pidfd) = prepare(spec, cage).and_then(Child::start).map_err(failed)?;
     // The pid stays ours, even after an early death, until this side reaps it.
-    let identity = ProcessIdentity { pid, start_time: start_time(pid).map_err(failed)? };
-    VmmProcess::watch(identity, pidfd, true)
+    Ok((ProcessIdentity { pid, start_time: start_time(pid).map_err(failed)? }, pidfd))
 }
 
-fn prepare(spec: SpawnSpec) -> io::Result<Child> {
+fn prepare(spec: SpawnSpec, cage: Option<Cage>) -> io::Result<Child> {
     let program = c_string(&spec.program)?;
     let args = spec.args.into_iter().map(CString::new).collect::<Result<Vec<_>, _>>()?;
     let mut limits = vec![(libc::RLIMIT_CORE, 0)];
@@ -126,7 +164,10 @@ fn prepare(spec: SpawnSpec) -> io::Result<Child> {
         cgroups: spec.cgroup.as_ref().map_or(Ok(Vec::new()), Cgroup::open_procs)?,
         inherited: spec.inherited,
         limits,
-        cage: spec.jail.as_ref().map(Cage::new).transpose()?,
+        env: spec.env.into_iter().map(CString::new).collect::<Result<Vec<_>, _>>()?,
+        rights: spec.rights,
+        filter: spec.profile.map(seccomp::program),
+        cage: spec.jail.as_ref().map(Cage::new).transpose()?.or(cage),
     })
 }
 
@@ -143,7 +184,7 @@ fn open_output(output: Output) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((fd.try_clone()?, fd))
 }
 
-fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
+pub(crate) fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
     let raw = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
     let pid = raw.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     Ok(pidfd_open(pid, PidfdFlags::empty())?)
@@ -158,27 +199,57 @@ fn start_time(pid: u32) -> io::Result<u64> {
     field.and_then(|text| text.parse().ok()).ok_or_else(|| io::Error::other("unexpected form of /proc/<pid>/stat"))
 }
 
-/// Takes hold of a process started earlier, perhaps by another process. `Gone` when it ended or the pid is another's now.
-pub fn open_existing(identity: ProcessIdentity) -> Result<VmmProcess, ProcessError> {
+/// A pidfd of a process that is alive and the one that is meant. `Gone` when it ended or the pid is another's now.
+pub(crate) fn find(identity: ProcessIdentity) -> Result<OwnedFd, ProcessError> {
     let pid = identity.pid;
     let pidfd = open_pidfd(pid).map_err(|_| ProcessError::Gone { pid })?;
     // The pidfd was opened first: if the start time still matches now, it is on the right process.
     if start_time(pid).ok() != Some(identity.start_time) || has_ended(&pidfd) {
         return Err(ProcessError::Gone { pid });
     }
-    VmmProcess::watch(identity, pidfd, false)
+    Ok(pidfd)
+}
+
+/// The user a process runs as.
+pub(crate) fn user(pid: u32) -> Option<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    line.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// Takes hold of a process started earlier, perhaps by another process.
+pub fn open_existing(identity: ProcessIdentity) -> Result<VmmProcess, ProcessError> {
+    VmmProcess::watch(identity, find(identity)?, Keeper::Nobody)
+}
+
+pub(crate) fn kill(pidfd: &OwnedFd, pid: u32) -> Result<(), ProcessError> {
+    match pidfd_send_signal(pidfd, Signal::KILL) {
+        Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+        Err(errno) => Err(ProcessError::Control { action: "kill", pid, source: errno.into() }),
+    }
 }
 
 impl VmmProcess {
-    fn watch(identity: ProcessIdentity, pidfd: OwnedFd, child: bool) -> Result<Self, ProcessError> {
+    /// Of a process that the root process started.
+    pub(crate) fn of_host(host: Host, identity: ProcessIdentity, pidfd: OwnedFd) -> Result<Self, ProcessError> {
+        Self::watch(identity, pidfd, Keeper::Host(host))
+    }
+
+    fn watch(identity: ProcessIdentity, pidfd: OwnedFd, keeper: Keeper) -> Result<Self, ProcessError> {
         let pidfd = Arc::new(pidfd);
         let (sender, exit) = watch::channel(None);
-        let process = VmmProcess { identity, pidfd: pidfd.clone(), exit };
+        let process = VmmProcess { identity, pidfd: pidfd.clone(), keeper: keeper.clone(), exit };
         let waiter =
             watch_fd(pidfd).map_err(|source| ProcessError::Control { action: "watch", pid: identity.pid, source })?;
         tokio::spawn(async move {
             let ended = waiter.readable().await.is_ok();
-            let exit = if ended && child { reap(waiter.get_ref()) } else { Exit::Unknown };
+            let exit = match keeper {
+                Keeper::Parent if ended => reap(waiter.get_ref()),
+                Keeper::Host(host) if ended => {
+                    tokio::task::spawn_blocking(move || host.exit(identity)).await.unwrap_or(Exit::Unknown)
+                }
+                _ => Exit::Unknown,
+            };
             sender.send_replace(Some(exit));
         });
         Ok(process)
@@ -196,9 +267,24 @@ impl VmmProcess {
 
     /// Sends SIGKILL. No error when it has ended already.
     pub fn kill(&self) -> Result<(), ProcessError> {
-        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+        let pid = self.identity.pid;
+        match &self.keeper {
+            Keeper::Host(host) => host.kill(self.identity).map_err(|error| ProcessError::Control {
+                action: "kill",
+                pid,
+                source: io::Error::other(error),
+            }),
+            _ => kill(&self.pidfd, pid),
+        }
+    }
+
+    /// Asks it to end (SIGTERM). No error when it has ended already.
+    pub fn terminate(&self) -> Result<(), ProcessError> {
+        match pidfd_send_signal(&self.pidfd, Signal::TERM) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
-            Err(errno) => Err(ProcessError::Control { action: "kill", pid: self.identity.pid, source: errno.into() }),
+            Err(errno) => {
+                Err(ProcessError::Control { action: "terminate", pid: self.identity.pid, source: errno.into() })
+            }
         }
     }
 
@@ -211,12 +297,12 @@ impl VmmProcess {
 }
 
 /// Whether the process is dead, reaped or not: its pidfd becomes readable then.
-fn has_ended(pidfd: &OwnedFd) -> bool {
+pub(crate) fn has_ended(pidfd: &OwnedFd) -> bool {
     let mut poll = [nix::poll::PollFd::new(pidfd.as_fd(), nix::poll::PollFlags::POLLIN)];
     nix::poll::poll(&mut poll, nix::poll::PollTimeout::ZERO) != Ok(0)
 }
 
-fn reap(pidfd: &OwnedFd) -> Exit {
+pub(crate) fn reap(pidfd: &OwnedFd) -> Exit {
     match waitid(WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED) {
         Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
             (Some(code), _) => Exit::Code(code),
@@ -226,6 +312,18 @@ fn reap(pidfd: &OwnedFd) -> Exit {
         _ => Exit::Unknown,
     }
 }
+
+/// A descriptor that this process was started with. To be taken once, before anything else is opened.
+///
+/// # Errors
+/// When there is none of that number.
+pub fn inherited(fd: i32) -> io::Result<OwnedFd> {
+    crate::spawn::inherited(fd)
+}
+
+/// The capabilities of `space-hostd`: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, SYS_CHROOT,
+/// SYS_ADMIN, SYS_RESOURCE, MKNOD, SETFCAP.
+pub const HOST_CAPABILITIES: &[u8] = &[0, 1, 3, 4, 5, 6, 7, 8, 18, 21, 24, 27, 31];
 
 /// Whether a program file is there and may be run.
 pub fn is_program(path: &Path) -> bool {

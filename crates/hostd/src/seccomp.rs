@@ -7,9 +7,10 @@
 //! answers EPERM, as a missing privilege would; a foreign system call table (32-bit, x32) ends the process.
 
 use nix::libc::{self, sock_filter};
+use serde::{Deserialize, Serialize};
 
 /// Who a filter is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Profile {
     /// A VMM that inherits all its sockets and needs to make none.
     NoSockets,

@@ -1,6 +1,6 @@
 //! The few lines that run in the child between clone and exec, and the watch on its pidfd.
 //!
-//! Only system calls that are safe after a fork in a process with threads: no allocation, no locks, no formatting. All
+//! Only system calls, and of the C library only functions that are no more than one: no allocation, no locks, no formatting. All
 //! memory and all descriptors are made in the parent. What the child cannot do it reports through a pipe that exec closes,
 //! and then it ends: a program never runs with less around it than was asked for.
 #![allow(unsafe_code, reason = "clone3, the raw system calls after it, and the registration of a descriptor")]
@@ -19,6 +19,7 @@ use tokio::io::unix::AsyncFd;
 
 use crate::jail::mounts::{self, Kind};
 use crate::jail::{self, Jail};
+use crate::process::Rights;
 use crate::seccomp;
 
 /// The number of the first inherited descriptor in the program; the others follow.
@@ -43,40 +44,51 @@ pub(crate) struct Child {
     /// The program finds them from [`FIRST_INHERITED`] on.
     pub inherited: Vec<OwnedFd>,
     pub limits: Vec<(libc::__rlimit_resource_t, u64)>,
+    pub env: Vec<CString>,
+    pub rights: Rights,
+    pub filter: Option<Vec<libc::sock_filter>>,
     pub cage: Option<Cage>,
 }
 
-/// The mounts of a jail, not yet in place, and its filter.
+/// The mounts of a jail, not yet in place.
 pub(crate) struct Cage {
     root: OwnedFd,
     /// A folder that the root is put on in the child's own namespace; it is left behind at once.
     stage: CString,
-    inner: Vec<(OwnedFd, &'static CStr)>,
-    filter: Vec<libc::sock_filter>,
+    inner: Vec<Inner>,
+    namespaces: libc::c_int,
+    /// Where it begins.
+    folder: &'static CStr,
+    /// Whether it gets a `/proc` of its own and a `/tmp`.
+    workshop: bool,
 }
+
+/// A detached mount and its place, relative to the root.
+pub(crate) type Inner = (OwnedFd, CString);
 
 impl Cage {
     pub(crate) fn new(jail: &Jail) -> io::Result<Cage> {
         let root = jail.root.path();
         let mut inner = vec![
-            (mounts::detached(&root.join("dev"), Kind::Devices)?, c"dev"),
-            (mounts::detached(&jail.folder, Kind::Folder)?, c"vm"),
+            (mounts::detached(&root.join("dev"), Kind::Devices)?, c"dev".to_owned()),
+            (mounts::detached(&jail.folder, Kind::Folder)?, c"vm".to_owned()),
         ];
         if let Some((kernel, initramfs)) = &jail.boot {
-            for (file, place, target) in
-                [(kernel, jail::KERNEL, c"boot/kernel"), (initramfs, jail::INITRAMFS, c"boot/initramfs")]
-            {
-                debug_assert_eq!(place.as_bytes()[1..], *target.to_bytes());
+            for (file, place) in [(kernel, jail::KERNEL), (initramfs, jail::INITRAMFS)] {
                 // The configuration's files may be named by links; what they lead to is mounted.
-                inner.push((mounts::detached(&file.canonicalize()?, Kind::ReadOnly)?, target));
+                let tree = mounts::detached(&file.canonicalize()?, Kind::ReadOnly)?;
+                inner.push((tree, c_string(Path::new(&place[1..]))?));
             }
         }
-        Ok(Cage {
-            root: mounts::detached(root, Kind::Root)?,
-            stage: c_string(root)?,
-            inner,
-            filter: seccomp::program(jail.profile),
-        })
+        let (root, stage) = (mounts::detached(root, Kind::Root)?, c_string(root)?);
+        Ok(Cage { root, stage, inner, namespaces: NAMESPACES, folder: c"/vm", workshop: false })
+    }
+
+    /// Of a build.
+    pub(crate) fn workshop(root: &Path, inner: Vec<Inner>, network: bool) -> io::Result<Cage> {
+        let namespaces = if network { NAMESPACES & !libc::CLONE_NEWNET } else { NAMESPACES };
+        let (root, stage) = (mounts::detached(root, Kind::Root)?, c_string(root)?);
+        Ok(Cage { root, stage, inner, namespaces, folder: c"/", workshop: true })
     }
 
     /// In the child, in its own namespaces: from the host's tree to the jail's.
@@ -95,7 +107,14 @@ impl Cage {
             let pivoted = libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr());
             check(5, pivoted as libc::c_int)?;
             check(6, libc::umount2(c".".as_ptr(), libc::MNT_DETACH))?;
-            check(7, libc::chdir(c"/vm".as_ptr()))?;
+            if self.workshop {
+                let flags = libc::MS_NOSUID | libc::MS_NODEV;
+                let (proc, tmp) = (c"proc".as_ptr(), c"tmpfs".as_ptr());
+                check(3, libc::mount(proc, c"/proc".as_ptr(), proc, flags | libc::MS_NOEXEC, std::ptr::null()))?;
+                let options = c"mode=1777,size=1g".as_ptr().cast();
+                check(3, libc::mount(tmp, c"/tmp".as_ptr(), tmp, flags, options))?;
+            }
+            check(7, libc::chdir(self.folder.as_ptr()))?;
             check(8, libc::sethostname(c"vm".as_ptr(), 2))
         }
     }
@@ -135,20 +154,27 @@ pub(crate) fn c_string(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Becomes nobody in particular: the user, no capability now or later, no new privileges.
-fn drop_rights(uid: libc::uid_t, gid: libc::gid_t) -> Result<(), Fault> {
+/// Becomes the user, with no capability but those given, now or later, and no new privileges.
+fn drop_rights(uid: libc::uid_t, gid: libc::gid_t, rights: Rights) -> Result<(), Fault> {
+    let kept: &[u8] = match rights {
+        Rights::None => &[],
+        Rights::Root(capabilities) => capabilities,
+    };
     // SAFETY: plain system calls with numbers.
     unsafe {
         if libc::geteuid() == 0 {
             // Until the kernel says that there is no such capability.
-            let mut capability = 0;
-            while libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) == 0 && capability < 64 {
-                capability += 1;
+            for capability in (0..64).filter(|number| !kept.contains(number)) {
+                if libc::prctl(libc::PR_CAPBSET_DROP, libc::c_ulong::from(capability), 0, 0, 0) == -1 {
+                    break;
+                }
             }
-            check(13, libc::setgroups(0, std::ptr::null()))?;
+            check(13, libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>()) as libc::c_int)?;
         }
-        check(13, libc::setresgid(gid, gid, gid))?;
-        check(13, libc::setresuid(uid, uid, uid))?;
+        // Not through the C library: its functions would have all threads of this process change, of which there is one here,
+        // and take a lock for that which another thread of the parent may have held.
+        check(13, libc::syscall(libc::SYS_setresgid, gid, gid, gid) as libc::c_int)?;
+        check(13, libc::syscall(libc::SYS_setresuid, uid, uid, uid) as libc::c_int)?;
         check(12, libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     }
 }
@@ -160,8 +186,7 @@ fn high(fd: &OwnedFd) -> io::Result<OwnedFd> {
 
 impl Child {
     /// Everything up to the program. Returns only when a step failed.
-    fn become_program(&self, args: &[*const libc::c_char]) -> Result<(), Fault> {
-        let environment = [std::ptr::null::<libc::c_char>()];
+    fn become_program(&self, args: &[*const libc::c_char], env: &[*const libc::c_char]) -> Result<(), Fault> {
         // SAFETY: plain system calls on memory made before the clone; every string and list ends with NUL.
         unsafe {
             check(0, libc::setsid())?;
@@ -181,16 +206,22 @@ impl Child {
                 let limit = libc::rlimit { rlim_cur: *value, rlim_max: *value };
                 check(10, libc::setrlimit(*resource, &limit))?;
             }
-            drop_rights(self.uid, self.gid)?;
+            // What a VMM makes is for the group of its folder too, which is the node's; what a service makes is its own.
+            libc::umask(match (self.rights, &self.cage) {
+                (Rights::Root(_), _) => 0o022,
+                (Rights::None, Some(_)) => 0o007,
+                (Rights::None, None) => 0o077,
+            });
+            drop_rights(self.uid, self.gid, self.rights)?;
             // Rust ignores it, and what is ignored stays so.
             libc::signal(libc::SIGPIPE, libc::SIG_DFL);
             let mut none: libc::sigset_t = std::mem::zeroed();
             libc::sigemptyset(&mut none);
             check(0, libc::sigprocmask(libc::SIG_SETMASK, &none, std::ptr::null_mut()))?;
-            if let Some(cage) = &self.cage {
-                seccomp::install(&cage.filter).map_err(|e| fault(14, &e))?;
+            if let Some(filter) = &self.filter {
+                seccomp::install(filter).map_err(|e| fault(14, &e))?;
             }
-            check(15, libc::execve(self.program.as_ptr(), args.as_ptr(), environment.as_ptr()))
+            check(15, libc::execve(self.program.as_ptr(), args.as_ptr(), env.as_ptr()))
         }
     }
 
@@ -200,13 +231,14 @@ impl Child {
         let write = high(&write.into())?;
         self.stdio = [high(&self.stdio[0])?, high(&self.stdio[1])?, high(&self.stdio[2])?];
         self.inherited = self.inherited.iter().map(high).collect::<io::Result<_>>()?;
-        let args: Vec<_> = self.args.iter().map(|arg| arg.as_ptr()).chain([std::ptr::null()]).collect();
+        let list = |words: &[CString]| words.iter().map(|word| word.as_ptr()).chain([std::ptr::null()]).collect();
+        let (args, env): (Vec<_>, Vec<_>) = (list(&self.args), list(&self.env));
         let mut pidfd: RawFd = -1;
         // SAFETY: without shared memory the child is as after a fork, with a copy of all this; it makes system calls only and ends
         // in exec or _exit. Signals are blocked, so that no handler of ours runs in it. The kernel writes one descriptor.
         let pid = unsafe {
             let mut request: libc::clone_args = std::mem::zeroed();
-            let namespaces = if self.cage.is_some() { NAMESPACES } else { 0 };
+            let namespaces = self.cage.as_ref().map_or(0, |cage| cage.namespaces);
             request.flags = (libc::CLONE_PIDFD | namespaces) as u64;
             request.pidfd = &raw mut pidfd as u64;
             request.exit_signal = libc::SIGCHLD as u64;
@@ -215,7 +247,7 @@ impl Child {
             libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
             let pid = libc::syscall(libc::SYS_clone3, &request, size_of::<libc::clone_args>());
             if pid == 0 {
-                if let Err((step, errno)) = self.become_program(&args) {
+                if let Err((step, errno)) = self.become_program(&args, &env) {
                     let [a, b, c, d] = errno.to_ne_bytes();
                     libc::write(write.as_raw_fd(), [step, a, b, c, d].as_ptr().cast(), 5);
                 }
@@ -252,4 +284,14 @@ impl Child {
 pub(crate) fn watch_fd(fd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
     // SAFETY: the `Arc` holds the descriptor open and the same for as long as it is registered.
     Ok(unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?)
+}
+
+/// A descriptor that this process was started with.
+pub(crate) fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: a look at a number that may be a descriptor.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: it is open, and whoever started us gave it to the one who asks here, once.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

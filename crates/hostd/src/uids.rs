@@ -17,15 +17,14 @@ pub struct Slot(pub u32);
 /// Hands out slots, the lowest free one first.
 #[derive(Debug)]
 pub struct Slots {
-    base: u32,
     count: u32,
     used: Mutex<BTreeSet<u32>>,
 }
 
 impl Slots {
-    /// Slots `0..count`, whose user and group ids start at `base`.
-    pub fn new(base: u32, count: u32) -> Self {
-        Slots { base, count, used: Mutex::new(BTreeSet::new()) }
+    /// Slots `0..count`.
+    pub fn new(count: u32) -> Self {
+        Slots { count, used: Mutex::new(BTreeSet::new()) }
     }
 
     fn used(&self) -> std::sync::MutexGuard<'_, BTreeSet<u32>> {
@@ -49,11 +48,6 @@ impl Slots {
     pub fn release(&self, slot: Slot) {
         self.used().remove(&slot.0);
     }
-
-    /// The user id, which is also the group id, of a slot.
-    pub fn uid(&self, slot: Slot) -> u32 {
-        self.base + slot.0
-    }
 }
 
 #[cfg(test)]
@@ -62,11 +56,11 @@ mod tests {
 
     #[test]
     fn a_slot_is_never_handed_out_twice() {
-        let slots = Slots::new(DEFAULT_BASE, 3);
+        let slots = Slots::new(3);
         assert!(slots.claim(Slot(1)));
         assert!(!slots.claim(Slot(1)) && !slots.claim(Slot(3)));
         assert_eq!((slots.take(), slots.take(), slots.take()), (Some(Slot(0)), Some(Slot(2)), None));
         slots.release(Slot(1));
-        assert_eq!(slots.take().map(|slot| slots.uid(slot)), Some(DEFAULT_BASE + 1));
+        assert_eq!(slots.take(), Some(Slot(1)));
     }
 }

@@ -15,7 +15,7 @@ use nix::libc;
 use serde::{Deserialize, Serialize};
 use space_hostd::cgroup::{Cgroup, CgroupRoot, Limits, Weight};
 use space_hostd::jail::{Contents, Jail, JailRoot};
-use space_hostd::process::{Exit, FIRST_INHERITED, Output, Rlimits, SpawnSpec, spawn};
+use space_hostd::process::{Exit, FIRST_INHERITED, Output, Rights, Rlimits, SpawnSpec, spawn};
 use space_hostd::seccomp::Profile;
 
 const UID: u32 = 299_100;
@@ -247,7 +247,10 @@ impl Drill {
             output: out,
             limits: Rlimits { open_files: Some(256), file_size_bytes: Some(QUOTA) },
             inherited: vec![File::open("/dev/zero").unwrap().into()],
-            jail: jail.then_some(Jail { root, folder: own, boot: None, profile: Profile::NoSockets }),
+            env: Vec::new(),
+            rights: Rights::None,
+            profile: jail.then_some(Profile::NoSockets),
+            jail: jail.then_some(Jail { root, folder: own, boot: None }),
         }
     }
 }
@@ -285,7 +288,7 @@ async fn run_drill(drill: &Drill, profile: Profile) {
     let own = std::env::current_exe().unwrap();
     let args = ["--exact", "inside_the_jail", "--nocapture", "--test-threads", "1"];
     let mut spec = drill.spec(own, &args, Output::File(path("out")), true);
-    spec.jail.as_mut().unwrap().profile = profile;
+    spec.profile = Some(profile);
     let process = spawn(spec).unwrap();
     let exit = process.wait().await;
     let out = fs::read_to_string(path("out")).unwrap();

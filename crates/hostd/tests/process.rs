@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use space_hostd::cgroup::{Cgroup, CgroupRoot, Limits, Weight};
 use space_hostd::process::{
-    Exit, FIRST_INHERITED, Output, ProcessError, ProcessIdentity, Rlimits, SpawnSpec, open_existing, spawn,
+    Exit, FIRST_INHERITED, Output, ProcessError, ProcessIdentity, Rights, Rlimits, SpawnSpec, open_existing, spawn,
 };
 
 const UID: u32 = 299_001;
@@ -31,6 +31,9 @@ fn shell(script: &str, cwd: &Path, cgroup: Option<Cgroup>, inherited: Vec<OwnedF
         output: Output::File(cwd.join("out")),
         limits: Rlimits { open_files: Some(64), file_size_bytes: Some(1 << 20) },
         inherited,
+        env: Vec::new(),
+        rights: Rights::None,
+        profile: None,
         jail: None,
     }
 }

@@ -92,9 +92,24 @@ pub enum ImageError {
          a suite the host has"
     )]
     NoAptSource { suite: String },
+
+    /// What a builder in a process of its own reported: a word of [`ImageError::code`], and the text of its error.
+    #[error("{text}")]
+    Builder { code: String, text: String },
 }
 
 impl ImageError {
+    /// A stable word for the API.
+    pub fn code(&self) -> &str {
+        match self {
+            Self::BadSource { .. } | Self::BadDiskSize { .. } => "invalid_request",
+            Self::DoesNotFit { .. } => "too_large",
+            Self::Cancelled => "cancelled",
+            Self::Builder { code, .. } => code,
+            _ => "image_failed",
+        }
+    }
+
     pub(crate) fn archive(why: impl Display) -> Self {
         Self::BadArchive { why: why.to_string() }
     }

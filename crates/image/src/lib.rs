@@ -24,6 +24,7 @@ pub mod oci;
 pub mod progress;
 pub mod reference;
 pub mod registry;
+pub mod remote;
 pub mod rootfs;
 pub mod source;
 pub mod tool;

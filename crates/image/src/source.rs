@@ -40,6 +40,19 @@ pub enum Source {
     Registry(RegistryReference),
 }
 
+impl Source {
+    /// The file or folder of a local source.
+    pub fn local(&self) -> Option<&std::path::Path> {
+        match self {
+            Source::RootfsTar(path)
+            | Source::RootfsDir(path)
+            | Source::OciLayoutDir { path, .. }
+            | Source::OciArchive { path, .. } => Some(path),
+            Source::Debian(_) | Source::Registry(_) => None,
+        }
+    }
+}
+
 /// Reads a source as the grammar above writes it.
 pub fn parse(given: &str) -> Result<Source> {
     let bad = |why: &str| ImageError::BadSource { given: given.chars().take(200).collect(), why: why.to_owned() };

@@ -18,8 +18,8 @@ impl Runs {
     /// The VMs of an earlier service: alive ones are taken over, dead ones reported, half-made ones removed.
     pub(crate) async fn adopt_all(self: &Arc<Self>) -> Result<(), NodeError> {
         let mut kept = std::collections::BTreeSet::new();
-        for name in self.config.pool.list(Area::Sandboxes)? {
-            let dir = self.config.pool.path(Area::Sandboxes, &name)?;
+        for name in self.config.host.list(Area::Sandboxes)? {
+            let dir = self.config.host.path(Area::Sandboxes, &name)?;
             let record = Record::read(&dir).filter(|record| record.sandbox.as_str() == name);
             let Some(record) = record.filter(|record| record.vmm.is_some()) else {
                 tracing::info!(name, "removing a sandbox that was half made");
@@ -29,15 +29,14 @@ impl Runs {
             kept.insert(record.cgroup.clone());
             self.adopt(record).await?;
         }
-        for name in self.cgroups.list()? {
+        for name in self.config.host.groups()? {
             if !kept.contains(&name) {
-                self.blocking(move |runs| {
-                    let group = runs.cgroups.open(&name)?;
-                    group.kill()?;
-                    Ok(group.remove()?)
-                })
-                .await?;
+                self.blocking(move |runs| Ok(runs.config.host.group(&name).end()?)).await?;
             }
+        }
+        // Parked VMs and builds, whose processes have just ended.
+        for name in self.config.host.list(Area::Tmp)? {
+            self.blocking(move |runs| Ok(runs.config.host.delete(Area::Tmp, &name)?)).await?;
         }
         Ok(())
     }
@@ -60,12 +59,7 @@ impl Runs {
             Err(error) => {
                 tracing::info!(sandbox = %entry.id, error = error.text(), "a VM ended while no service ran");
                 let name = record.cgroup.clone();
-                self.blocking(move |runs| {
-                    let group = runs.cgroups.open(&name)?;
-                    group.kill()?;
-                    Ok(group.remove()?)
-                })
-                .await?;
+                self.blocking(move |runs| Ok(runs.config.host.group(&name).end()?)).await?;
                 self.change(&entry, |held| {
                     held.phase = Phase::Gone;
                     held.reason = "vm_exited: the VM ended while the server was down".to_owned();
@@ -77,21 +71,20 @@ impl Runs {
 
     async fn take_over(self: &Arc<Self>, record: &Record) -> Result<Live, NodeError> {
         let identity = record.vmm.ok_or(NodeError::Cancelled)?;
-        let dir = self.config.pool.path(Area::Sandboxes, record.sandbox.as_str())?;
+        let dir = self.config.host.path(Area::Sandboxes, record.sandbox.as_str())?;
         let vm: Arc<dyn Vm> = Arc::from(self.config.driver.adopt(&VmDir::new(&dir), identity).await?);
         // A VM stopped in the middle of something by the old service's end goes on.
         vm.resume().await?;
         let slot = SlotGuard::claim(&self.slots, record.slot);
         let slot = slot.ok_or_else(|| NodeError::Guest("another VM has its user".to_owned()))?;
-        let cgroup = self.cgroups.open(&record.cgroup)?;
+        let group = self.config.host.group(&record.cgroup);
         // The old service may have ended between taking a parked VM and giving it its share.
-        cgroup.set_weight(Weight::Normal)?;
+        group.set_weight(Weight::Normal)?;
         let machine = Machine {
             area: Area::Sandboxes,
             name: record.sandbox.to_string(),
             dir,
-            cgroup,
-            cgroup_name: record.cgroup.clone(),
+            group,
             slot,
             promise: self.memory.must(record.memory_mib),
             vm: vm.clone(),

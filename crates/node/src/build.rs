@@ -7,6 +7,7 @@
 //! under the digest's name. A build that fails, is cancelled or dies leaves nothing that has a name.
 
 use std::collections::HashMap;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,13 +15,16 @@ use std::time::Duration;
 
 use space_core::limits;
 use space_hostd::cgroup::Weight;
+use space_hostd::host::Host;
 use space_hostd::pool::Area;
+use space_hostd::protocol::Build;
 use space_image::digest::{self, ManifestEntry};
-use space_image::{BuildRequest, Built, DiskOptions, Progress, RegistryOptions};
+use space_image::remote::{self, Order};
+use space_image::{ImageConfig, Progress, Source};
 use space_proto::guest::{ExitReason, GetProcessRequest, ProcessRef, ProcessSpec, ReserveRequest};
 use space_proto::node::build_event::Kind;
 use space_proto::node::{BuildError, BuildEvent, BuildProgress, BuildTemplateRequest, TemplateOptions};
-use space_vmm::{SaveKind, Vm, VmDir, dir};
+use space_vmm::{SaveKind, Vm, VmDir, VmmError, dir};
 use tokio::sync::mpsc;
 use tonic::Status;
 
@@ -98,20 +102,12 @@ fn checked(options: TemplateOptions, runs: &Runs) -> Result<TemplateOptions, Nod
     Err(NodeError::Invalid(fault))
 }
 
-fn work_folder(runs: &Runs) -> PathBuf {
-    runs.config.data_dir.join("build")
-}
-
-/// Removes the root file systems of builds whose service died; what they had in the pool goes when that is opened.
+/// Removes the root file systems of builds whose service died.
 pub async fn sweep(runs: &Arc<Runs>) -> Result<(), NodeError> {
     let left = |runs: &Runs| {
-        let folder = work_folder(runs);
-        match std::fs::remove_dir_all(&folder) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                // A tool of the dead build may still write there; the next start tries again.
-                tracing::warn!(%error, folder = %folder.display(), "the remains of a build are left for the next start");
-            }
-            _ => {}
+        if let Err(error) = runs.config.host.end_build(None) {
+            // A tool of the dead build may still write there; the next start tries again.
+            tracing::warn!(%error, "the remains of a build are left for the next start");
         }
         Ok(())
     };
@@ -122,27 +118,50 @@ pub async fn sweep(runs: &Arc<Runs>) -> Result<(), NodeError> {
 struct Scratch {
     runs: Arc<Runs>,
     name: String,
-    work: PathBuf,
 }
 
 impl Scratch {
-    fn new(runs: &Arc<Runs>) -> Result<Self, NodeError> {
-        let name = format!("build-{}", uuid::Uuid::new_v4().simple());
-        // Not in the pool: it is mounted without devices and programs, and a root file system has both.
-        let work = work_folder(runs).join(&name);
-        let parent = work.parent().unwrap_or(Path::new("/"));
-        std::fs::create_dir_all(parent).map_err(NodeError::io(format!("create {}", parent.display())))?;
-        Ok(Self { runs: runs.clone(), name, work })
+    fn new(runs: &Arc<Runs>) -> Self {
+        Self { runs: runs.clone(), name: format!("build-{}", uuid::Uuid::new_v4().simple()) }
     }
 }
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.work);
-        if let Err(error) = self.runs.config.pool.delete(Area::Tmp, &self.name) {
-            tracing::warn!(%error, "the remains of a build are left for the next start");
+        let host = &self.runs.config.host;
+        for removed in [host.end_build(Some(&self.name)), host.delete(Area::Tmp, &self.name)] {
+            if let Err(error) = removed {
+                tracing::warn!(%error, "the remains of a build are left for the next start");
+            }
         }
     }
+}
+
+/// Lets the builder make the disk, in a process with the rights for that.
+fn build_disk(
+    host: &Host,
+    name: &str,
+    source: &Source,
+    order: &Order,
+    progress: &Report,
+) -> Result<ImageConfig, NodeError> {
+    let (ours, theirs) = UnixStream::pair().map_err(NodeError::io("make a stream for the builder"))?;
+    let mut fds = vec![theirs.into()];
+    if let Some(path) = source.local() {
+        // With our own rights, which are nobody's: the builder has more.
+        let hint = format!("open {} (the server has no rights of its own: let everybody read it)", path.display());
+        fds.push(std::fs::File::open(path).map_err(NodeError::io(hint))?.into());
+    }
+    let packages = matches!(source, Source::Debian(_));
+    let build = Build { name: name.to_owned(), network: source.local().is_none(), packages };
+    let builder = host.build(build, &fds)?;
+    // Its end of the stream is in it alone.
+    drop(fds);
+    let config = remote::follow(ours, order, progress);
+    // It ends by itself when its stream does; what is in its work folder then is nobody's.
+    builder.kill().map_err(VmmError::from)?;
+    tokio::runtime::Handle::current().block_on(builder.wait());
+    Ok(config?)
 }
 
 async fn build(runs: &Arc<Runs>, request: &BuildTemplateRequest, report: &Report) -> Result<Arc<Template>, NodeError> {
@@ -150,20 +169,19 @@ async fn build(runs: &Arc<Runs>, request: &BuildTemplateRequest, report: &Report
     let options = checked(request.options.clone().unwrap_or_default(), runs)?;
     report.step("waiting for another build");
     let _turn = runs.builds.acquire().await.map_err(|_| NodeError::Cancelled)?;
-    crate::capacity::check_pool(&runs.config.pool, runs.config.pool_reserve_bytes + (512 << 20))?;
-    let scratch = Scratch::new(runs)?;
-    let folder = runs.config.pool.create(Area::Tmp, &scratch.name)?;
+    crate::capacity::check_pool(&runs.config.host, runs.config.pool_reserve_bytes + (512 << 20))?;
+    let scratch = Scratch::new(runs);
+    let folder = runs.config.host.create(Area::Tmp, &scratch.name)?;
     let id = uuid::Uuid::new_v5(&uuid::Uuid::NAMESPACE_URL, request.source.as_bytes());
-    let image = BuildRequest {
-        source,
-        work_dir: scratch.work.clone(),
-        disk_path: folder.join(dir::DISK),
-        disk: DiskOptions::new(options.disk_bytes, id, id),
-        registry: RegistryOptions { plain_http: request.insecure_registry, ..RegistryOptions::default() },
+    let order = Order {
+        source: request.source.clone(),
+        disk_bytes: options.disk_bytes,
+        id,
+        plain_http: request.insecure_registry,
     };
     let progress = Report { events: report.events.clone(), cancelled: report.cancelled.clone() };
-    let built = tokio::task::spawn_blocking(move || space_image::build(&image, &progress)).await;
-    let built = built.map_err(|_| NodeError::Cancelled)??;
+    let name = scratch.name.clone();
+    let built = runs.blocking(move |runs| build_disk(&runs.config.host, &name, &source, &order, &progress)).await?;
     let meta = meta(runs, request, &options, built).await?;
     freeze(runs, &scratch, &folder, &options, &meta, report).await?;
     publish(runs, &scratch, folder, meta, report).await
@@ -173,10 +191,10 @@ async fn meta(
     runs: &Runs,
     request: &BuildTemplateRequest,
     options: &TemplateOptions,
-    built: Built,
+    built: ImageConfig,
 ) -> Result<Meta, NodeError> {
     let driver = &runs.config.driver;
-    let mut env = built.config.env;
+    let mut env = built.env;
     env.extend(options.env.clone());
     let or = |own: &str, image: String| if own.is_empty() { image } else { own.to_owned() };
     Ok(Meta {
@@ -189,11 +207,11 @@ async fn meta(
         memory_bytes_used: 0,
         start_command: options.start_command.clone(),
         ready_command: options.ready_command.clone(),
-        user: or(&options.user, built.config.user),
-        workdir: or(&options.workdir, built.config.workdir),
+        user: or(&options.user, built.user),
+        workdir: or(&options.workdir, built.workdir),
         env,
-        entrypoint: built.config.entrypoint,
-        cmd: built.config.cmd,
+        entrypoint: built.entrypoint,
+        cmd: built.cmd,
         kernel: runs.config.kernel_version.clone(),
         vmm: format!("{} {}", driver.name(), driver.version().await?),
         compatibility: driver.compatibility().await?,
@@ -215,8 +233,8 @@ async fn freeze(
     let slot = SlotGuard::take(&runs.slots)?;
     let memory = run::limits(options.memory_mib, options.vcpus, Weight::Normal);
     let name = scratch.name.clone();
-    let cgroup = runs.blocking(move |runs| Ok(runs.cgroups.create(&name, memory)?)).await?;
-    let spec = run::vm_spec(runs, options.memory_mib, options.vcpus, &slot, cgroup.clone());
+    let group = runs.blocking(move |runs| Ok(runs.config.host.create_group(&name, memory)?)).await?;
+    let spec = run::vm_spec(runs, options.memory_mib, options.vcpus, &slot, group.name());
     report.step("booting the guest");
     let booted = runs.config.driver.boot(&spec, &VmDir::new(folder)).await;
     let outcome = match booted {
@@ -234,11 +252,7 @@ async fn freeze(
         }
         Err(error) => Err(error.into()),
     };
-    runs.blocking(move |_| {
-        cgroup.kill()?;
-        Ok(cgroup.remove()?)
-    })
-    .await?;
+    runs.blocking(move |_| Ok(group.end()?)).await?;
     outcome
 }
 
@@ -396,9 +410,9 @@ async fn publish(
             .and_then(|()| std::fs::File::open(&file)?.sync_all())
             .map_err(NodeError::io(format!("write {}", file.display())))?;
         let digest = format!("sha256:{hex}");
-        match runs.config.pool.snapshot((Area::Tmp, &name), (Area::Templates, &hex), true) {
+        match runs.config.host.snapshot((Area::Tmp, &name), (Area::Templates, &hex), true) {
             // The same content was built before; that one stays.
-            Ok(_) | Err(space_hostd::pool::PoolError::AlreadyExists(_)) => {}
+            Ok(_) | Err(space_hostd::protocol::HostError::AlreadyExists(_)) => {}
             Err(error) => return Err(error.into()),
         }
         runs.templates.get(&digest)

@@ -73,8 +73,8 @@ impl Drop for Promise {
 }
 
 /// Refuses before the pool is full: a running guest needs the rest.
-pub fn check_pool(pool: &space_hostd::pool::Pool, reserve: u64) -> Result<(), NodeError> {
-    let usage = pool.usage()?;
+pub fn check_pool(host: &space_hostd::host::Host, reserve: u64) -> Result<(), NodeError> {
+    let usage = host.usage()?;
     if usage.free >= reserve {
         return Ok(());
     }

@@ -2,8 +2,7 @@
 
 use std::io;
 
-use space_hostd::cgroup::CgroupError;
-use space_hostd::pool::PoolError;
+use space_hostd::protocol::HostError;
 use space_image::ImageError;
 use space_proto::link::LinkError;
 use space_vmm::{SaveError, VmmError};
@@ -33,9 +32,7 @@ pub enum NodeError {
     #[error(transparent)]
     Link(#[from] LinkError),
     #[error(transparent)]
-    Pool(#[from] PoolError),
-    #[error(transparent)]
-    Cgroup(#[from] CgroupError),
+    Host(#[from] HostError),
     #[error(transparent)]
     Vmm(#[from] VmmError),
     #[error(transparent)]
@@ -53,21 +50,19 @@ impl NodeError {
     }
 
     /// A stable word for the API.
-    pub(crate) fn code(&self) -> &'static str {
+    pub(crate) fn code(&self) -> &str {
         match self {
             Self::Invalid(_) => "invalid_request",
-            Self::NotFound(_) | Self::Pool(PoolError::NotFound(_)) => "not_found",
+            Self::NotFound(_) | Self::Host(HostError::NotFound(_)) => "not_found",
             Self::Stale(_) => "conflict",
             Self::InUse(_) => "in_use",
-            Self::NoCapacity(_) | Self::Pool(PoolError::Full(_)) => "no_capacity",
+            Self::NoCapacity(_) | Self::Host(HostError::Full(_)) => "no_capacity",
             Self::Incompatible(_) => "incompatible_template",
             Self::Guest(_) | Self::Link(_) => "guest_failed",
-            Self::Image(ImageError::BadSource { .. } | ImageError::BadDiskSize { .. }) => "invalid_request",
-            Self::Image(ImageError::DoesNotFit { .. }) => "too_large",
-            Self::Image(_) => "image_failed",
+            Self::Image(error) => error.code(),
             Self::Vmm(_) | Self::Save(_) => "vmm_failed",
             Self::Cancelled => "cancelled",
-            Self::Listen { .. } | Self::Io { .. } | Self::Pool(_) | Self::Cgroup(_) => "internal",
+            Self::Listen { .. } | Self::Io { .. } | Self::Host(_) => "internal",
         }
     }
 

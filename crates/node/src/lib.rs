@@ -29,12 +29,11 @@ mod runs;
 mod template;
 mod warm;
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use space_core::token::TokenVerifier;
-use space_hostd::pool::Pool;
+use space_hostd::host::Host;
 use space_proto::node::node_server::NodeServer;
 use space_vmm::Driver;
 use tokio::net::{TcpListener, UnixListener};
@@ -47,21 +46,19 @@ pub struct NodeConfig {
     pub node_id: String,
     pub version: String,
     pub data_dir: PathBuf,
-    /// Open and swept.
-    pub pool: Pool,
+    /// The root process, for what needs root's rights.
+    pub host: Host,
     pub driver: Arc<dyn Driver>,
     /// As `qemu-tcg`; for people.
     pub driver_label: String,
     pub driver_reason: String,
-    /// For the boot of a template.
-    pub kernel: PathBuf,
+    /// Of the kernel that a template is booted with.
     pub kernel_version: String,
     pub kernel_args: String,
-    pub initramfs: PathBuf,
-    /// Of the data plane. Port 0: any.
-    pub data_listen: SocketAddr,
+    /// Of the data plane.
+    pub data: std::net::TcpListener,
     /// The control plane's way in.
-    pub grpc_socket: PathBuf,
+    pub grpc: std::os::unix::net::UnixListener,
     pub tokens: TokenVerifier,
     /// Guest memory and overhead of all runs together, in bytes.
     pub memory_budget_bytes: u64,
@@ -75,7 +72,7 @@ pub struct NodeConfig {
 }
 
 /// How many restored, paused VMs are kept ready for each template that is in use, as far as memory allows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum WarmSize {
     /// As many as were lately wanted within a minute, and a few at least.
     Learned,
@@ -101,18 +98,13 @@ impl Node {
     /// # Errors
     /// When a door cannot be opened, or the pool cannot be read.
     pub async fn start(config: NodeConfig) -> Result<Self, NodeError> {
-        let listener = TcpListener::bind(config.data_listen)
-            .await
-            .map_err(|source| NodeError::Listen { address: config.data_listen.to_string(), source })?;
-        let address = listener.local_addr().map_err(NodeError::io("read the address of the data plane"))?;
+        let opened = NodeError::io("open a door");
+        let doors = open(config.data.try_clone(), config.grpc.try_clone()).map_err(opened)?;
+        let (listener, grpc, address) = doors;
         let data_url = format!("ws://{address}");
-        let socket = config.grpc_socket.clone();
         let shared = runs::Runs::open(config, data_url.clone()).await?;
         build::sweep(&shared).await?;
 
-        let _ = std::fs::remove_file(&socket);
-        let grpc = UnixListener::bind(&socket)
-            .map_err(|source| NodeError::Listen { address: socket.display().to_string(), source })?;
         let service = tonic::transport::Server::builder()
             .initial_stream_window_size(512 * 1024)
             .initial_connection_window_size(2 * 1024 * 1024)
@@ -147,4 +139,30 @@ impl Node {
         }
         self.shared.warm.clear(&self.shared).await;
     }
+}
+
+/// Both doors, for the runtime.
+fn open(
+    data: std::io::Result<std::net::TcpListener>,
+    grpc: std::io::Result<std::os::unix::net::UnixListener>,
+) -> std::io::Result<(TcpListener, UnixListener, std::net::SocketAddr)> {
+    let (data, grpc) = (data?, grpc?);
+    data.set_nonblocking(true)?;
+    grpc.set_nonblocking(true)?;
+    let address = data.local_addr()?;
+    Ok((TcpListener::from_std(data)?, UnixListener::from_std(grpc)?, address))
+}
+
+/// A name for the cgroups of this data folder: two servers on one host never touch each other's.
+pub fn owner(data_dir: &std::path::Path) -> String {
+    let path = data_dir.canonicalize().unwrap_or_else(|_| data_dir.to_owned());
+    let id = uuid::Uuid::new_v5(&uuid::Uuid::NAMESPACE_URL, path.as_os_str().as_encoded_bytes());
+    id.simple().to_string()[..12].to_owned()
+}
+
+/// User ids of this data folder's VMMs: a range that another server on the host is unlikely to share.
+pub fn first_uid(owner: &str) -> u32 {
+    let number = u32::from_str_radix(&owner[..4], 16).unwrap_or(0);
+    space_hostd::uids::DEFAULT_BASE
+        + (number % 4096) * u32::try_from(space_core::limits::SANDBOXES_PER_NODE_MAX).unwrap_or(1000)
 }

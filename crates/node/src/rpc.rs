@@ -45,7 +45,7 @@ fn check_start(request: &StartRunRequest) -> Result<(), NodeError> {
 impl node_server::Node for Service {
     async fn get_info(&self, _: Request<GetInfoRequest>) -> Answer<NodeInfo> {
         let config = &self.0.config;
-        let usage = config.pool.usage().map_err(NodeError::from)?;
+        let usage = config.host.usage().map_err(NodeError::from)?;
         Ok(Response::new(NodeInfo {
             node_id: config.node_id.clone(),
             version: config.version.clone(),
@@ -93,7 +93,7 @@ impl node_server::Node for Service {
         if let Some(live) = self.0.live(&run.sandbox, run.run.0) {
             let _ = live.machine.vm.drain_console().await;
         }
-        let dir = self.0.config.pool.path(Area::Sandboxes, run.sandbox.as_str()).map_err(NodeError::from)?;
+        let dir = self.0.config.host.path(Area::Sandboxes, run.sandbox.as_str()).map_err(NodeError::from)?;
         let (text, truncated) = build::console(&dir, CONSOLE_MAX_BYTES);
         Ok(Response::new(ConsoleReply { text: text.into(), truncated }))
     }

@@ -12,7 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use space_core::SandboxId;
-use space_hostd::cgroup::{Cgroup, Limits, Weight};
+use space_hostd::cgroup::{Limits, Weight};
+use space_hostd::host::Group;
 use space_hostd::pool::Area;
 use space_hostd::uids::{Slot, Slots};
 use space_proto::guest::RefreshRequest;
@@ -34,8 +35,7 @@ pub struct Machine {
     pub name: String,
     pub dir: PathBuf,
     pub vm: Arc<dyn Vm>,
-    pub cgroup: Cgroup,
-    pub cgroup_name: String,
+    pub group: Group,
     pub slot: SlotGuard,
     /// Gives the memory back when the machine goes.
     pub promise: Promise,
@@ -65,10 +65,6 @@ impl SlotGuard {
     pub fn claim(slots: &Arc<Slots>, slot: Slot) -> Option<Self> {
         slots.claim(slot).then(|| Self { slots: slots.clone(), slot })
     }
-
-    pub fn uid(&self) -> u32 {
-        self.slots.uid(self.slot)
-    }
 }
 
 impl Drop for SlotGuard {
@@ -82,14 +78,12 @@ pub fn unix_ms() -> i64 {
     i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
-pub fn vm_spec(runs: &Runs, memory_mib: u32, vcpus: u32, slot: &SlotGuard, cgroup: Cgroup) -> VmSpec {
+pub fn vm_spec(runs: &Runs, memory_mib: u32, vcpus: u32, slot: &SlotGuard, group: &str) -> VmSpec {
     VmSpec {
         memory_mib,
         vcpus: u8::try_from(vcpus).unwrap_or(u8::MAX),
-        kernel: runs.config.kernel.clone(),
-        initramfs: runs.config.initramfs.clone(),
         cmdline: runs.config.kernel_args.clone(),
-        jail: Jail { uid: slot.uid(), gid: slot.uid(), cgroup: Some(cgroup) },
+        jail: Jail { slot: slot.slot, group: group.to_owned() },
     }
 }
 
@@ -138,11 +132,11 @@ pub async fn restore(
         let weight = if record.is_some() { Weight::Normal } else { Weight::Background };
         let memory = limits(meta.memory_mib, meta.vcpus, weight);
         move |runs| {
-            let dir = runs.config.pool.snapshot((Area::Templates, &from), (area, &to), false)?;
-            Ok((dir, runs.cgroups.create(&to, memory)?))
+            let dir = runs.config.host.snapshot((Area::Templates, &from), (area, &to), false)?;
+            Ok((dir, runs.config.host.create_group(&to, memory)?))
         }
     });
-    let (dir, cgroup) = match made.await {
+    let (dir, group) = match made.await {
         Ok(made) => made,
         Err(error) => {
             destroy(runs, area, name, name, None).await?;
@@ -150,7 +144,7 @@ pub async fn restore(
         }
     };
     let snapshot = begun.elapsed();
-    let spec = vm_spec(runs, meta.memory_mib, meta.vcpus, &slot, cgroup.clone());
+    let spec = vm_spec(runs, meta.memory_mib, meta.vcpus, &slot, group.name());
     let started = async {
         if let Some(record) = record {
             Record { slot: slot.slot, ..record.clone() }.write(&dir)?;
@@ -165,8 +159,7 @@ pub async fn restore(
         Ok(vm) => {
             let (snapshot_us, all_us) = (snapshot.as_micros(), begun.elapsed().as_micros());
             tracing::debug!(name, snapshot_us, all_us, "restored");
-            let (name, cgroup_name) = (name.to_owned(), name.to_owned());
-            Ok(Machine { area, name, dir, vm, cgroup, cgroup_name, slot, promise })
+            Ok(Machine { area, name: name.to_owned(), dir, vm, group, slot, promise })
         }
         Err(error) => {
             destroy(runs, area, name, name, None).await?;
@@ -180,7 +173,7 @@ pub async fn destroy(
     runs: &Arc<Runs>,
     area: Area,
     name: &str,
-    cgroup: &str,
+    group: &str,
     vm: Option<&Arc<dyn Vm>>,
 ) -> Result<(), NodeError> {
     if let Some(vm) = vm {
@@ -188,27 +181,23 @@ pub async fn destroy(
         // The end of the process frees its files; a second is long for that.
         let _ = tokio::time::timeout(Duration::from_secs(10), vm.wait()).await;
     }
-    let (name, cgroup) = (name.to_owned(), cgroup.to_owned());
+    let (name, group) = (name.to_owned(), group.to_owned());
     runs.blocking(move |runs| {
-        let group = runs.cgroups.open(&cgroup)?;
-        if group.exists() {
-            group.kill()?;
-            group.remove()?;
-        }
-        Ok(runs.config.pool.delete(area, &name)?)
+        runs.config.host.group(&group).end()?;
+        Ok(runs.config.host.delete(area, &name)?)
     })
     .await
 }
 
 impl Machine {
     pub async fn destroy(self, runs: &Arc<Runs>) -> Result<(), NodeError> {
-        destroy(runs, self.area, &self.name, &self.cgroup_name, Some(&self.vm)).await
+        destroy(runs, self.area, &self.name, self.group.name(), Some(&self.vm)).await
     }
 
     /// Gives a parked VM's folder to a sandbox.
     pub fn move_to(&mut self, runs: &Runs, sandbox: &SandboxId) -> Result<(), NodeError> {
-        let pool = &runs.config.pool;
-        self.dir = pool.rename((self.area, &self.name), (Area::Sandboxes, sandbox.as_str()))?;
+        let host = &runs.config.host;
+        self.dir = host.rename((self.area, &self.name), (Area::Sandboxes, sandbox.as_str()))?;
         self.area = Area::Sandboxes;
         self.name = sandbox.to_string();
         self.vm.moved(&VmDir::new(&self.dir));

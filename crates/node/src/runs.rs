@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use space_core::{RunRef, SandboxId, limits};
-use space_hostd::cgroup::{CgroupRoot, Weight};
+use space_hostd::cgroup::Weight;
 use space_hostd::pool::Area;
-use space_hostd::uids::{DEFAULT_BASE, Slots};
+use space_hostd::uids::Slots;
 use space_proto::guest::RefreshRequest;
 use space_proto::node::{RunState, RunStatus, StartRunRequest};
 use space_vmm::VmStatus;
@@ -63,7 +63,6 @@ pub struct Entry {
 pub struct Runs {
     pub config: NodeConfig,
     pub data_url: String,
-    pub cgroups: CgroupRoot,
     pub slots: Arc<Slots>,
     pub memory: Arc<Memory>,
     pub templates: Templates,
@@ -75,19 +74,6 @@ pub struct Runs {
     starts: Semaphore,
     /// Sandboxes that somebody waits for.
     awaited: AtomicUsize,
-}
-
-/// A name for the cgroups of this data folder: two servers on one host never touch each other's.
-fn owner(config: &NodeConfig) -> String {
-    let path = config.data_dir.canonicalize().unwrap_or_else(|_| config.data_dir.clone());
-    let id = uuid::Uuid::new_v5(&uuid::Uuid::NAMESPACE_URL, path.as_os_str().as_encoded_bytes());
-    id.simple().to_string()[..12].to_owned()
-}
-
-/// User ids of this data folder's VMMs: a range that another server on the host is unlikely to share.
-fn first_uid(owner: &str) -> u32 {
-    let number = u32::from_str_radix(&owner[..4], 16).unwrap_or(0);
-    DEFAULT_BASE + (number % 4096) * u32::try_from(limits::SANDBOXES_PER_NODE_MAX).unwrap_or(1000)
 }
 
 impl Entry {
@@ -130,13 +116,11 @@ impl Entry {
 
 impl Runs {
     pub async fn open(config: NodeConfig, data_url: String) -> Result<Arc<Self>, NodeError> {
-        let owner = owner(&config);
         let count = config.sandboxes_max.min(u32::try_from(limits::SANDBOXES_PER_NODE_MAX).unwrap_or(1000));
         let runs = Arc::new(Self {
-            cgroups: CgroupRoot::new(&owner)?,
-            slots: Arc::new(Slots::new(first_uid(&owner), count)),
+            slots: Arc::new(Slots::new(count)),
             memory: Memory::new(config.memory_budget_bytes),
-            templates: Templates::new(config.pool.clone()),
+            templates: Templates::new(config.host.clone()),
             warm: Warm::default(),
             builds: Semaphore::new(1),
             entries: Mutex::default(),
@@ -273,7 +257,7 @@ impl Runs {
             (_, Phase::Absent | Phase::Starting) => {}
         }
         let template = self.usable_template(&request).await?;
-        capacity::check_pool(&self.config.pool, self.config.pool_reserve_bytes)?;
+        capacity::check_pool(&self.config.host, self.config.pool_reserve_bytes)?;
         self.change(entry, |held| {
             held.fence = Some(Fence::merged(held.fence, &run));
             held.phase = Phase::Starting;
@@ -382,13 +366,13 @@ impl Runs {
         record: &mut Record,
         refresh: RefreshRequest,
     ) -> Result<Live, NodeError> {
-        record.cgroup.clone_from(&machine.cgroup_name);
+        record.cgroup = machine.group.name().to_owned();
         record.slot = machine.slot.slot;
         record.vmm = Some(machine.vm.identity());
         let claimed = async {
             record.write(&machine.dir)?;
             machine.move_to(self, &record.sandbox)?;
-            machine.cgroup.set_weight(Weight::Normal)?;
+            machine.group.set_weight(Weight::Normal)?;
             machine.vm.resume().await?;
             let (mut client, _) = guest.client().await?;
             let mut refresh = tonic::Request::new(RefreshRequest { realtime_ns: now_ns(), ..refresh });
@@ -423,7 +407,7 @@ impl Runs {
                     // From here on its end is no news.
                     runs.change(&entry, |held| held.phase = Phase::Gone);
                     let machine = &live.machine;
-                    run::destroy(&runs, Area::Sandboxes, name, &machine.cgroup_name, Some(&machine.vm)).await?;
+                    run::destroy(&runs, Area::Sandboxes, name, machine.group.name(), Some(&machine.vm)).await?;
                 }
                 _ => run::destroy(&runs, Area::Sandboxes, name, name, None).await?,
             }
@@ -460,8 +444,8 @@ impl Runs {
                 held.paused = false;
                 held.reason = format!("vm_exited: {exit}");
             });
-            let cgroup = live.machine.cgroup.clone();
-            let _ = runs.blocking(move |_| Ok(cgroup.remove()?)).await;
+            let group = live.machine.group.clone();
+            let _ = runs.blocking(move |_| Ok(group.end()?)).await;
         });
     }
 
@@ -475,7 +459,7 @@ impl Runs {
                     "pool_full: a write of the guest found no room in the pool; it goes on when there is".into();
             });
         }
-        if full && capacity::check_pool(&self.config.pool, self.config.pool_reserve_bytes).is_ok() {
+        if full && capacity::check_pool(&self.config.host, self.config.pool_reserve_bytes).is_ok() {
             let _ = live.machine.vm.resume().await;
         } else if !full && was {
             self.change(entry, |held| {

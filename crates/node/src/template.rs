@@ -7,7 +7,8 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
-use space_hostd::pool::{Area, Pool};
+use space_hostd::host::Host;
+use space_hostd::pool::Area;
 use space_proto::guest::Defaults;
 use space_proto::node::{TemplateInfo, TemplateOptions};
 
@@ -113,7 +114,7 @@ impl Template {
 
 /// The templates of a pool. Their files never change, so what was read once stays true while the subvolume is there.
 pub struct Templates {
-    pool: Pool,
+    host: Host,
     known: Mutex<HashMap<String, Arc<Template>>>,
 }
 
@@ -133,8 +134,8 @@ fn read(dir: &Path) -> Option<Meta> {
 }
 
 impl Templates {
-    pub fn new(pool: Pool) -> Self {
-        Self { pool, known: Mutex::default() }
+    pub fn new(host: Host) -> Self {
+        Self { host, known: Mutex::default() }
     }
 
     fn known(&self) -> std::sync::MutexGuard<'_, HashMap<String, Arc<Template>>> {
@@ -150,7 +151,7 @@ impl Templates {
         }
         let missing =
             || NodeError::NotFound(format!("this node has no template {digest}; build it, or choose another"));
-        let meta = read(&self.pool.path(Area::Templates, name)?).ok_or_else(missing)?;
+        let meta = read(&self.host.path(Area::Templates, name)?).ok_or_else(missing)?;
         let template = Arc::new(Template { digest: digest.to_owned(), name: name.to_owned(), meta });
         self.known().insert(name.to_owned(), template.clone());
         Ok(template)
@@ -158,7 +159,7 @@ impl Templates {
 
     /// All of them, oldest first. What cannot be read is left out.
     pub fn list(&self) -> Result<Vec<Arc<Template>>, NodeError> {
-        let names = self.pool.list(Area::Templates)?;
+        let names = self.host.list(Area::Templates)?;
         let mut all: Vec<_> = names.iter().filter_map(|name| self.get(&format!("{PREFIX}{name}")).ok()).collect();
         all.sort_by_key(|template| template.meta.created_unix_ms);
         Ok(all)
@@ -168,6 +169,6 @@ impl Templates {
     pub fn delete(&self, digest: &str) -> Result<(), NodeError> {
         let name = name_of(digest)?;
         self.known().remove(name);
-        Ok(self.pool.delete(Area::Templates, name)?)
+        Ok(self.host.delete(Area::Templates, name)?)
     }
 }

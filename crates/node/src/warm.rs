@@ -202,7 +202,7 @@ pub async fn keep(runs: Arc<Runs>) {
 }
 
 async fn prepare(runs: &Arc<Runs>, template: Arc<Template>) -> Result<(Machine, Guest), NodeError> {
-    crate::capacity::check_pool(&runs.config.pool, runs.config.pool_reserve_bytes)?;
+    crate::capacity::check_pool(&runs.config.host, runs.config.pool_reserve_bytes)?;
     let name = format!("warm-{}", uuid::Uuid::new_v4().simple());
     let refresh = run::refresh("parked", std::collections::HashMap::new(), &template)?;
     // Not at the cost of another parked VM.
@@ -213,7 +213,7 @@ async fn prepare(runs: &Arc<Runs>, template: Arc<Template>) -> Result<(Machine, 
         run_once(&guest, &["/bin/sh", "-c", "echo"]).await?;
         quiesce(&guest).await?;
         machine.vm.pause().await?;
-        Ok((guest, machine.cgroup.memory_used()?))
+        Ok((guest, machine.group.memory_used()?))
     };
     match warmed.await {
         Ok((guest, used)) => {

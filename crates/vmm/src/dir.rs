@@ -54,17 +54,6 @@ impl VmDir {
         file.set_len(bytes).map_err(self.error("size", MEMORY))
     }
 
-    /// Gives the two files a VMM opens to its user.
-    pub(crate) fn hand_over(&self, uid: u32, gid: u32) -> Result<(), VmmError> {
-        for name in [MEMORY, DISK] {
-            let file = self.open(name, OpenOptions::new().read(true).write(true))?;
-            std::os::unix::fs::fchown(&file, Some(uid), Some(gid)).map_err(self.error("change the owner of", name))?;
-        }
-        // The VMM reopens the files by name from its working folder: it may pass, not look around.
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o711);
-        std::fs::set_permissions(&self.path, mode).map_err(self.error("open up", ""))
-    }
-
     /// Runs `act` with a path to `name` that is short enough for a socket address, whatever the folder's own length.
     fn with_short_path<T>(&self, name: &str, act: impl FnOnce(&Path) -> io::Result<T>) -> io::Result<T> {
         let dir = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_DIRECTORY).open(&self.path)?;

@@ -15,8 +15,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
-use space_hostd::cgroup::Cgroup;
 pub use space_hostd::process::ProcessIdentity;
+use space_hostd::protocol::HostError;
+use space_hostd::uids::Slot;
 use tokio::net::UnixStream;
 
 pub use crate::dir::VmDir;
@@ -26,10 +27,6 @@ pub use crate::dir::VmDir;
 pub struct VmSpec {
     pub memory_mib: u32,
     pub vcpus: u8,
-    /// Used by a boot only.
-    pub kernel: PathBuf,
-    /// Used by a boot only.
-    pub initramfs: PathBuf,
     /// Added to the driver's own kernel command line. Used by a boot only.
     pub cmdline: String,
     pub jail: Jail,
@@ -38,9 +35,10 @@ pub struct VmSpec {
 /// Who the VMM process is on the host.
 #[derive(Clone, Debug)]
 pub struct Jail {
-    pub uid: u32,
-    pub gid: u32,
-    pub cgroup: Option<Cgroup>,
+    /// Its user. No other living VMM of the node has it.
+    pub slot: Slot,
+    /// The name of its cgroup, which is there.
+    pub group: String,
 }
 
 /// What a restored VM does once its state is loaded.
@@ -110,10 +108,10 @@ pub enum VmmError {
     MissingProgram(PathBuf),
     #[error("cannot {action} {path}: {source}")]
     File { action: &'static str, path: PathBuf, source: std::io::Error },
-    #[error("cannot start the VMM")]
-    Spawn(#[from] space_hostd::process::ProcessError),
-    #[error("cannot make the jail of the VMM")]
-    Jail(#[source] space_hostd::jail::JailError),
+    #[error("cannot start the VMM, or it is gone")]
+    Host(#[from] HostError),
+    #[error("cannot control the VMM")]
+    Process(#[from] space_hostd::process::ProcessError),
     #[error("the VMM ended before it was ready: {reason}; it said: {said}")]
     Died { reason: ExitReason, said: String },
     #[error("the VMM did not answer {what} within {limit:?}")]
@@ -161,7 +159,7 @@ pub trait Driver: Send + Sync {
     /// Continues the VM whose memory, disk and device state are in `dir`.
     async fn restore(&self, spec: &VmSpec, dir: &VmDir, then: AfterRestore) -> Result<Box<dyn Vm>, VmmError>;
 
-    /// Takes over a VM that an earlier service started in `dir`. An error that it ended is [`VmmError::Spawn`] with `Gone`.
+    /// Takes over a VM that an earlier service started in `dir`. An error that it ended is [`VmmError::Host`] with `Gone`.
     async fn adopt(&self, dir: &VmDir, identity: ProcessIdentity) -> Result<Box<dyn Vm>, VmmError>;
 }
 

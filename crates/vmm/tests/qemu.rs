@@ -97,7 +97,7 @@ async fn a_vm_outlives_its_driver_and_is_adopted() {
     let reason = tokio::time::timeout(Duration::from_secs(20), vm.wait()).await.unwrap();
     assert!(matches!(reason, ExitReason::GuestEnded | ExitReason::GuestShutdown), "{reason:?}");
     let gone = bench.driver.adopt(&dir, identity).await.err().unwrap();
-    assert!(matches!(gone, VmmError::Spawn(space_hostd::process::ProcessError::Gone { .. })), "{gone:?}");
+    assert!(matches!(gone, VmmError::Host(space_hostd::protocol::HostError::Gone { .. })), "{gone:?}");
     bench.assert_nothing_left();
 }
 

@@ -224,12 +224,11 @@ impl Setup {
             }
         } else {
             let held = lock::Lock::take(config)?;
-            server::raise_limits();
             let mut private = config.clone();
             // Any port: a build must not collide with what else runs here.
             private.listen.set_port(0);
             private.data_listen.set_port(0);
-            let mut running = server::start(&private).await?;
+            let mut running = server::start(&private, &held).await?;
             let client = Client::new(&running.url, Some(&running.admin_key))?;
             let built = tokio::select! {
                 built = seed::ensure(config, &client, silent) => built,

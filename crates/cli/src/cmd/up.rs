@@ -74,17 +74,16 @@ impl Up {
             let _ = nix::unistd::setsid();
         }
         let held = lock::Lock::take(&config)?;
-        server::log::start(&config, self.behind.then(|| log_file(&config)).as_deref())?;
-        server::raise_limits();
-        let status = crate::on_many_threads(self.serve(&config, global.json));
+        server::log::start(&config.log, config.log_format, self.behind.then(|| log_file(&config)).as_deref())?;
+        let status = crate::on_many_threads(self.serve(&config, &held, global.json));
         drop(held);
         status
     }
 
-    async fn serve(&self, config: &ServerConfig, json: bool) -> Result<i32, Failure> {
+    async fn serve(&self, config: &ServerConfig, held: &lock::Lock, json: bool) -> Result<i32, Failure> {
         let mut signals = Signals::listen()?;
         let mut running = tokio::select! {
-            running = server::start(config) => running?,
+            running = server::start(config, held) => running?,
             number = signals.fatal() => return Ok(128 + number),
         };
         let file = ClientFile { url: running.url.clone(), key: running.admin_key.clone() };

@@ -86,7 +86,7 @@ pub enum PoolConfig {
     Path(PathBuf),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum LogFormat {
     Text,
     Json,
@@ -254,6 +254,11 @@ impl ServerConfig {
     /// Sockets and the lock of the running server.
     pub fn run_dir(&self) -> PathBuf {
         self.data_dir.join("run")
+    }
+
+    /// What only the control plane touches.
+    pub fn control_dir(&self) -> PathBuf {
+        self.data_dir.join("control")
     }
 
     pub fn client_file(&self) -> PathBuf {

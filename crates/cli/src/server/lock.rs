@@ -2,6 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Seek as _, Write as _};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,8 +12,8 @@ use nix::fcntl::{Flock, FlockArg};
 use crate::config::ServerConfig;
 use crate::failure::Failure;
 
-/// Held until it is dropped.
-pub struct Lock(#[expect(dead_code, reason = "held, not read")] Flock<File>);
+/// Held until it is dropped, here and in every process that was given a copy.
+pub struct Lock(Flock<File>);
 
 fn path(config: &ServerConfig) -> PathBuf {
     config.run_dir().join("server.lock")
@@ -23,12 +24,9 @@ pub fn make_folders(config: &ServerConfig) -> Result<(), Failure> {
     use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
     for folder in [config.data_dir.clone(), config.run_dir()] {
         let failed = |e: std::io::Error| Failure::new(format!("cannot make {}: {e}", folder.display()));
-        let exists = folder.is_dir();
-        // Others may pass through, so that a VMM of its own user reaches its folder; they may not list.
+        // Others may pass through, so that the services under their own users reach their folders; they may not list.
         std::fs::DirBuilder::new().recursive(true).mode(0o711).create(&folder).map_err(failed)?;
-        if !exists {
-            std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o711)).map_err(failed)?;
-        }
+        std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o711)).map_err(failed)?;
     }
     Ok(())
 }
@@ -41,6 +39,11 @@ fn holder(config: &ServerConfig) -> Option<i32> {
 }
 
 impl Lock {
+    /// For a child: as long as one lives, no other server may begin.
+    pub fn share(&self) -> std::io::Result<OwnedFd> {
+        self.0.as_fd().try_clone_to_owned()
+    }
+
     /// Fails at once when another server holds it.
     pub fn take(config: &ServerConfig) -> Result<Self, Failure> {
         make_folders(config)?;
@@ -50,8 +53,8 @@ impl Lock {
         let file =
             options.read(true).write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
         let mut file = Some(file);
-        // A look by `doctor` holds it for an instant.
-        for _ in 0..5 {
+        // A look by `doctor` holds it for an instant, and the processes of a server that was killed until they notice.
+        for _ in 0..50 {
             match Flock::lock(file.take().expect("put back below"), FlockArg::LockExclusiveNonblock) {
                 Ok(mut lock) => {
                     lock.set_len(0).and_then(|()| lock.rewind()).map_err(failed)?;

@@ -1,17 +1,19 @@
 //! Where log lines go: standard error, or a file that is changed for a new one before it grows too large.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, BufRead as _, Read as _, Write};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use tracing_subscriber::EnvFilter;
 
-use crate::config::{LogFormat, ServerConfig};
+use crate::config::LogFormat;
 use crate::failure::Failure;
 
 const FILE_MAX_BYTES: u64 = 16 << 20;
+const LINE_MAX_BYTES: u64 = 64 << 10;
 
 /// A log file and one older one beside it.
 struct Rotating {
@@ -48,7 +50,8 @@ impl Write for Rotating {
 }
 
 /// A lock that a panicking thread does not make useless.
-struct Shared(Mutex<Rotating>);
+#[derive(Clone)]
+struct Shared(Arc<Mutex<Rotating>>);
 
 struct Line<'a>(std::sync::MutexGuard<'a, Rotating>);
 
@@ -70,16 +73,20 @@ impl<'a> tracing_subscriber::fmt::MakeWriter<'a> for Shared {
     }
 }
 
+/// The file that the lines of our children go to as well, when there is one.
+static FILE: OnceLock<Shared> = OnceLock::new();
+
 /// Called once. `file`: instead of standard error.
-pub fn start(config: &ServerConfig, file: Option<&Path>) -> Result<(), Failure> {
+pub fn start(filter: &str, format: LogFormat, file: Option<&Path>) -> Result<(), Failure> {
     use std::io::IsTerminal as _;
-    let filter = EnvFilter::try_new(&config.log)
-        .map_err(|e| Failure::usage(format!("log = {:?}: {e}; write info, or space_node=debug,info", config.log)))?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter);
-    match (file, config.log_format) {
+    let parsed = EnvFilter::try_new(filter)
+        .map_err(|e| Failure::usage(format!("log = {filter:?}: {e}; write info, or space_node=debug,info")))?;
+    let builder = tracing_subscriber::fmt().with_env_filter(parsed);
+    match (file, format) {
         (Some(path), format) => {
             let failed = |e| Failure::new(format!("cannot write {}: {e}", path.display()));
-            let writer = Shared(Mutex::new(Rotating::new(path).map_err(failed)?));
+            let writer = Shared(Arc::new(Mutex::new(Rotating::new(path).map_err(failed)?)));
+            let writer = FILE.get_or_init(|| writer).clone();
             let builder = builder.with_writer(writer).with_ansi(false);
             if format == LogFormat::Json { builder.json().init() } else { builder.init() }
         }
@@ -89,6 +96,23 @@ pub fn start(config: &ServerConfig, file: Option<&Path>) -> Result<(), Failure> 
         }
     }
     Ok(())
+}
+
+/// Where a child is to write its log: our own standard error, or a pipe whose lines we put into the log file.
+pub fn for_child() -> io::Result<OwnedFd> {
+    let Some(file) = FILE.get() else { return io::stderr().as_fd().try_clone_to_owned() };
+    let (read, write) = io::pipe()?;
+    let file = file.clone();
+    std::thread::Builder::new().name("log".into()).spawn(move || {
+        let mut lines = io::BufReader::new(read);
+        let mut line = Vec::new();
+        while let Ok(1..) = lines.by_ref().take(LINE_MAX_BYTES).read_until(b'\n', &mut line) {
+            // A full disk costs log lines, nothing else.
+            let _ = file.0.lock().unwrap_or_else(PoisonError::into_inner).write_all(&line);
+            line.clear();
+        }
+    })?;
+    Ok(write.into())
 }
 
 #[cfg(test)]

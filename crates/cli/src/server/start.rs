@@ -1,16 +1,28 @@
-//! Starts both halves and waits until both are ready.
+//! Starts the processes of a server, waits until they are ready, and starts one anew that dies.
+//!
+//! ```text
+//! space up (root: holds the lock, the doors and the children, and serves nobody)
+//!   ├─ space-hostd        root, cut down
+//!   ├─ space role node    a user of its own, no rights
+//!   └─ space role control a user of its own, no rights
+//! ```
+//! Sockets are opened here and inherited, so that a client of a process that is started anew waits instead of failing. The
+//! children end with us, whatever ends us: each watches a pipe of ours.
 
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use space_control::{ControlConfig, ControlError, NodeEndpoint};
 use space_hostd::probe::{self, HostFacts};
-use space_node::{Node, NodeConfig};
+use space_hostd::service;
 use space_vmm::guest_kernel;
-use space_vmm::qemu::{Accel, Qemu, QemuConfig};
-use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
+use space_vmm::qemu::{self, Accel, QemuConfig};
 
+use super::child::{Child, Kind, Plan};
+use super::lock::Lock;
+use super::role::{ControlRole, LogRole, NodeRole, Said};
+use super::{folders, users};
 use crate::config::{DriverChoice, ServerConfig};
 use crate::failure::Failure;
 use crate::host::pool;
@@ -20,28 +32,36 @@ const HOST_SHARE: u64 = 8;
 /// Room of the pool that running guests may still need; of a small pool, a part of it.
 const POOL_RESERVE_BYTES: u64 = 1 << 30;
 const POOL_RESERVE_PART: u64 = 8;
+/// Ends of children within this time that make a server give up.
+const DEATHS_MAX: usize = 6;
+const DEATHS_WITHIN: Duration = Duration::from_secs(60);
+/// A node finishes the VM it is parking; the control plane its open requests.
+const STOP_PATIENCE: Duration = Duration::from_secs(30);
+/// Of builds, where the host needs one.
+const PROXIES: [&str; 6] = ["http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"];
 
 pub struct Running {
     pub url: String,
     pub admin_key: String,
-    control: Option<JoinHandle<Result<(), ControlError>>>,
-    end: Option<oneshot::Sender<()>>,
-    node: Node,
+    host: Child,
+    node: Child,
+    control: Child,
+    deaths: Vec<Instant>,
 }
 
-fn failure(error: impl std::error::Error + Send + Sync + 'static) -> Failure {
+pub(super) fn failure(error: impl std::error::Error + Send + Sync + 'static) -> Failure {
     Failure::from(anyhow::Error::from(error))
 }
 
-fn driver(config: &ServerConfig, facts: &HostFacts) -> (Qemu, String, String) {
-    let defaults = QemuConfig::new(config.data_dir.join("jails"));
+fn driver(config: &ServerConfig, facts: &HostFacts) -> (QemuConfig, String) {
+    let defaults = QemuConfig::default();
     let (accel, label) = match config.driver {
         DriverChoice::QemuKvm => (Accel::Kvm, "qemu-kvm"),
         DriverChoice::Auto if facts.kvm.is_usable() => (Accel::Kvm, "qemu-kvm"),
         DriverChoice::Auto | DriverChoice::QemuTcg => (defaults.accel, "qemu-tcg"),
     };
-    let program = config.vmm_program.clone().unwrap_or_else(|| defaults.program.clone());
-    (Qemu::new(QemuConfig { program, accel, ..defaults }), label.to_owned(), facts.kvm.sentence())
+    let program = config.vmm_program.clone().unwrap_or(defaults.program);
+    (QemuConfig { program, accel }, label.to_owned())
 }
 
 fn machine_name() -> String {
@@ -49,7 +69,25 @@ fn machine_name() -> String {
     name.trim().to_owned()
 }
 
-fn node_config(config: &ServerConfig) -> Result<NodeConfig, Failure> {
+/// `space-hostd`, beside this program unless it is named.
+fn host_program() -> Result<PathBuf, Failure> {
+    let own = std::env::current_exe().map_err(failure)?;
+    let beside = own.parent().unwrap_or(Path::new("/")).join("space-hostd");
+    let program = crate::env::get(crate::env::HOSTD).map_or(beside, PathBuf::from);
+    if space_hostd::process::is_program(&program) {
+        return Ok(program);
+    }
+    let hint = "install it beside `space`, or name it in SPACE_HOSTD (an absolute path)";
+    Err(Failure::new(format!("{} is missing: {hint}", program.display())))
+}
+
+struct Plans {
+    host: Plan,
+    node: Plan,
+    control: Plan,
+}
+
+fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
     let facts = probe::host();
     let kernel = guest_kernel::open(&config.kernel_dir)
         .map_err(|e| Failure::new(format!("the guest kernel is not there ({e}): run `sudo space setup`")))?;
@@ -59,79 +97,140 @@ fn node_config(config: &ServerConfig) -> Result<NodeConfig, Failure> {
     }
     let pool = pool::open(config)?;
     let total = pool.usage().map_err(failure)?.total;
-    let (driver, driver_label, driver_reason) = driver(config, &facts);
-    Ok(NodeConfig {
+    let users = users::of(&config.data_dir);
+    folders::prepare(config, &users)?;
+    let (qemu, driver_label) = driver(config, &facts);
+    let listen = |address: std::net::SocketAddr| {
+        let hint = "is another server running, or is the address not this machine's?";
+        TcpListener::bind(address).map_err(|e| Failure::new(format!("cannot listen on {address}: {e}; {hint}")))
+    };
+    let (api, data) = (listen(config.listen)?, listen(config.data_listen)?);
+    let host_socket = folders::socket(config, "hostd.sock");
+    let node_socket = folders::socket(config, "node.sock");
+    let host_door = folders::listen_packets(&host_socket, users.node)?;
+    let node_door = folders::listen(&node_socket, users.control)?;
+    let tokens = space_control::token_verifier(&config.control_dir()).map_err(failure)?.to_bytes();
+    folders::give(&config.control_dir(), users.control)?;
+    let log = LogRole { filter: config.log.clone(), format: config.log_format };
+    let own = std::env::current_exe().map_err(failure)?;
+
+    let host = service::Config {
+        owner: users.owner.clone(),
+        pool: pool.root().to_owned(),
+        jails: config.data_dir.join("jails"),
+        builds: config.data_dir.join("build"),
+        builder: Some((own.clone(), vec!["role".to_owned(), "builder".to_owned()])),
+        build_env: PROXIES.iter().filter_map(|name| Some(format!("{name}={}", crate::env::get(name)?))).collect(),
+        node: (users.node, users.node),
+        uids: users.vmms,
+        vmms: [(qemu::NAME.to_owned(), qemu.host_program(kernel.image, initramfs))].into(),
+    };
+    let node = NodeRole {
+        log: log.clone(),
         node_id: machine_name(),
-        version: env!("CARGO_PKG_VERSION").to_owned(),
         data_dir: config.data_dir.clone(),
-        pool,
-        driver: Arc::new(driver),
+        host_socket,
+        pool: pool.root().to_owned(),
+        qemu,
         driver_label,
-        driver_reason,
-        kernel: kernel.image,
+        driver_reason: facts.kvm.sentence(),
         kernel_version: kernel.version,
         kernel_args: config.kernel_args.clone(),
-        initramfs,
-        data_listen: config.data_listen,
-        grpc_socket: socket(config),
-        tokens: space_control::token_verifier(&config.data_dir).map_err(failure)?,
+        tokens,
         memory_budget_bytes: config.memory_bytes.unwrap_or(facts.memory_bytes - facts.memory_bytes / HOST_SHARE),
         memory_total_bytes: facts.memory_bytes,
         sandboxes_max: config.sandboxes,
         cpus: u32::try_from(facts.cpus).unwrap_or(1),
         pool_reserve_bytes: POOL_RESERVE_BYTES.min(total / POOL_RESERVE_PART),
         warm: config.warm,
+    };
+    let control = ControlRole { log, dir: config.control_dir(), node_socket };
+    let share = || lock.try_clone().map_err(failure);
+    let role = |name: &str| vec!["role".to_owned(), name.to_owned()];
+    Ok(Plans {
+        host: Plan {
+            kind: Kind::Host,
+            program: host_program()?,
+            args: Vec::new(),
+            user: 0,
+            line: line(&host)?,
+            doors: vec![host_door, share()?],
+        },
+        node: Plan {
+            kind: Kind::Role,
+            program: own.clone(),
+            args: role("node"),
+            user: users.node,
+            line: line(&node)?,
+            doors: vec![share()?, data.into(), node_door],
+        },
+        control: Plan {
+            kind: Kind::Role,
+            program: own,
+            args: role("control"),
+            user: users.control,
+            line: line(&control)?,
+            doors: vec![share()?, api.into()],
+        },
     })
 }
 
-fn socket(config: &ServerConfig) -> PathBuf {
-    config.run_dir().join("node.sock")
+/// What a child is told.
+fn line(role: &impl serde::Serialize) -> Result<Vec<u8>, Failure> {
+    let mut line = serde_json::to_vec(role).map_err(failure)?;
+    line.push(b'\n');
+    Ok(line)
 }
 
-/// The node first: the control plane looks at what it holds.
-pub async fn start(config: &ServerConfig) -> Result<Running, Failure> {
-    let prepared = config.clone();
-    let node = tokio::task::spawn_blocking(move || node_config(&prepared)).await.map_err(failure)??;
-    let node = Node::start(node).await.map_err(failure)?;
-    let control = ControlConfig::new(config.listen, config.data_dir.clone(), NodeEndpoint::Unix(socket(config)));
-    let (ready_sender, ready) = oneshot::channel();
-    let (end, ended) = oneshot::channel::<()>();
-    let control = tokio::spawn(space_control::serve(control, ready_sender, async {
-        let _ = ended.await;
-    }));
-    // The sender goes with the task: one that fails leaves nobody waiting.
-    if let Ok(ready) = ready.await {
-        let (url, admin_key) = (format!("http://{}", ready.addr), ready.admin_key.secret.clone());
-        return Ok(Running { url, admin_key, control: Some(control), end: Some(end), node });
-    }
-    let said = control.await;
-    node.stop().await;
-    match said {
-        Ok(Err(error)) => Err(failure(error)),
-        _ => Err(Failure::new("the control plane ended before it was ready")),
+/// The root process first, then the node: the control plane looks at what it holds.
+pub async fn start(config: &ServerConfig, lock: &Lock) -> Result<Running, Failure> {
+    let (prepared, shared) = (config.clone(), lock.share().map_err(failure)?);
+    let plans = tokio::task::spawn_blocking(move || plans(&prepared, &shared)).await.map_err(failure)??;
+    let host = Child::start(plans.host)?;
+    let mut node = Child::start(plans.node)?;
+    node.said().await?;
+    let mut control = Child::start(plans.control)?;
+    match control.said().await? {
+        Said::Serving { address, admin_key } => {
+            Ok(Running { url: format!("http://{address}"), admin_key, host, node, control, deaths: Vec::new() })
+        }
+        _ => Err(Failure::new("the control plane said something else than that it serves")),
     }
 }
 
 impl Running {
-    /// Ready when the control plane ended by itself.
+    /// Starts anew what dies. Ready when that happens too often, or does not work.
     pub async fn failed(&mut self) -> Failure {
-        let Some(control) = &mut self.control else { return std::future::pending().await };
-        let ended = control.await;
-        self.control = None;
-        match ended {
-            Ok(Err(error)) => failure(error),
-            _ => Failure::new("the control plane ended unexpectedly"),
+        loop {
+            let (child, said) = tokio::select! {
+                exit = self.host.process.wait() => (&mut self.host, exit),
+                exit = self.node.process.wait() => (&mut self.node, exit),
+                exit = self.control.process.wait() => (&mut self.control, exit),
+            };
+            tracing::warn!(process = child.name(), exit = ?said, "a process of the server ended; starting it anew");
+            let now = Instant::now();
+            self.deaths.retain(|death| now.duration_since(*death) < DEATHS_WITHIN);
+            self.deaths.push(now);
+            if self.deaths.len() > DEATHS_MAX {
+                return Failure::new(format!("{} ended again and again, last with {said:?}", child.name()));
+            }
+            if let Err(error) = child.restart().await {
+                return Failure::new(format!("{} cannot be started anew: {error}", child.name()));
+            }
         }
     }
 
-    /// Ends both halves; sandboxes go on.
+    /// Ends all three; sandboxes go on.
     pub async fn stop(mut self) {
-        if let Some(end) = self.end.take() {
-            let _ = end.send(());
+        for child in [&mut self.control, &mut self.node] {
+            child.stop(STOP_PATIENCE).await;
         }
-        if let Some(control) = self.control.take() {
-            let _ = control.await;
-        }
-        self.node.stop().await;
+        // It has nothing to finish: what it does may be repeated.
+        self.host.stop(Duration::ZERO).await;
     }
+}
+
+/// Descriptors of a plan, for one more child.
+pub(super) fn copies(fds: &[OwnedFd]) -> Result<Vec<OwnedFd>, Failure> {
+    fds.iter().map(|fd| fd.try_clone().map_err(failure)).collect()
 }

@@ -17,8 +17,6 @@ use std::path::PathBuf;
 
 pub use root::{Contents, JailRoot};
 
-use crate::seccomp::Profile;
-
 /// Where a VMM finds its own files. Also its working folder.
 pub const FOLDER: &str = "/vm";
 /// Where a VMM that boots finds the guest's kernel.
@@ -34,7 +32,6 @@ pub struct Jail {
     pub folder: PathBuf,
     /// For a boot: the guest's kernel and first file system, seen at [`KERNEL`] and [`INITRAMFS`].
     pub boot: Option<(PathBuf, PathBuf)>,
-    pub profile: Profile,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -43,4 +40,14 @@ pub enum JailError {
     File { action: &'static str, path: PathBuf, source: std::io::Error },
     #[error("{path} is not a program for this machine: {why}")]
     BadProgram { path: PathBuf, why: String },
+}
+
+impl JailError {
+    pub(crate) fn file(
+        action: &'static str,
+        path: &std::path::Path,
+    ) -> impl FnOnce(std::io::Error) -> JailError + use<> {
+        let path = path.to_owned();
+        move |source| JailError::File { action, path, source }
+    }
 }

@@ -21,6 +21,10 @@ pub(crate) enum Kind {
     ReadOnly,
     /// Devices and nothing else.
     Devices,
+    /// A system that is being put together: it has programs, and device nodes that cannot be opened.
+    Work,
+    /// A local source of a build.
+    Source,
 }
 
 const OPEN_TREE_CLONE: libc::c_uint = 1;
@@ -42,21 +46,31 @@ fn check(result: libc::c_long) -> io::Result<libc::c_long> {
 /// A detached clone of the one mount at `path`, which must not end in a symbolic link.
 pub(crate) fn detached(path: &Path, kind: Kind) -> io::Result<OwnedFd> {
     let path = CString::new(path.as_os_str().as_bytes())?;
-    let flags = OPEN_TREE_CLONE | libc::O_CLOEXEC as libc::c_uint | libc::AT_SYMLINK_NOFOLLOW as libc::c_uint;
+    clone_tree(libc::AT_FDCWD, &path, libc::AT_SYMLINK_NOFOLLOW as libc::c_uint, kind)
+}
+
+/// A detached clone of the mount that a descriptor is open in, from that file or folder on.
+pub(crate) fn detached_fd(fd: &OwnedFd, kind: Kind) -> io::Result<OwnedFd> {
+    clone_tree(fd.as_raw_fd(), c"", AT_EMPTY_PATH, kind)
+}
+
+fn clone_tree(at: RawFd, path: &CStr, flags: libc::c_uint, kind: Kind) -> io::Result<OwnedFd> {
+    let flags = OPEN_TREE_CLONE | libc::O_CLOEXEC as libc::c_uint | flags;
     // SAFETY: the path ends with NUL and outlives the call.
-    let fd = check(unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) })?;
+    let fd = check(unsafe { libc::syscall(libc::SYS_open_tree, at, path.as_ptr(), flags) })?;
     // SAFETY: the kernel has just made this descriptor for us.
     let tree = unsafe { OwnedFd::from_raw_fd(fd as RawFd) };
     let (read_only, no_devices, no_programs) =
         (libc::MOUNT_ATTR_RDONLY, libc::MOUNT_ATTR_NODEV, libc::MOUNT_ATTR_NOEXEC);
+    let no_suid = libc::MOUNT_ATTR_NOSUID;
     let (set, clear) = match kind {
         Kind::Root => (read_only | no_devices, no_programs),
         Kind::Folder => (no_devices | no_programs, 0),
-        Kind::ReadOnly => (read_only | no_devices | no_programs, 0),
+        Kind::Work => (no_devices, no_programs),
+        Kind::ReadOnly | Kind::Source => (read_only | no_devices | no_programs, 0),
         Kind::Devices => (read_only | no_programs, no_devices),
     };
-    let attributes =
-        MountAttr { set: set | libc::MOUNT_ATTR_NOSUID, clear, propagation: libc::MS_PRIVATE, user_namespace: 0 };
+    let attributes = MountAttr { set: set | no_suid, clear, propagation: libc::MS_PRIVATE, user_namespace: 0 };
     let size = size_of::<MountAttr>();
     // SAFETY: `attributes` has the layout of struct mount_attr and outlives the call; the path is empty.
     let set = unsafe {

@@ -13,6 +13,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use serde::{Deserialize, Serialize};
 
 use super::{JailError, elf};
 
@@ -20,7 +21,7 @@ use super::{JailError, elf};
 const FORMAT: u32 = 1;
 
 /// What a kind of jail holds.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Contents {
     /// Absolute. Found in the jail under the same path.
     pub program: PathBuf,
@@ -36,9 +37,8 @@ pub struct JailRoot {
     path: PathBuf,
 }
 
-fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> JailError {
-    let path = path.to_owned();
-    move |source| JailError::File { action, path, source }
+fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> JailError + use<> {
+    JailError::file(action, path)
 }
 
 /// All files of the jail, sorted.
@@ -68,7 +68,7 @@ fn fingerprint(contents: &Contents, files: &[PathBuf]) -> Result<u64, JailError>
 }
 
 /// Makes `path`, and what is missing above it, open to all whatever the mask of this process is.
-fn make_folder(path: &Path) -> Result<(), JailError> {
+pub(crate) fn make_folder(path: &Path) -> Result<(), JailError> {
     if path.is_dir() {
         return Ok(());
     }
@@ -77,7 +77,7 @@ fn make_folder(path: &Path) -> Result<(), JailError> {
     fs::set_permissions(path, Permissions::from_mode(0o755)).map_err(failed("open up", path))
 }
 
-fn make_device(path: &Path, (major, minor): (u64, u64)) -> Result<(), JailError> {
+pub(crate) fn make_device(path: &Path, (major, minor): (u64, u64)) -> Result<(), JailError> {
     // Each VMM has a user of its own, so the node is open to all; who reaches it is what the jail decides.
     let mode = Mode::from_bits_truncate(0o666);
     mknod(path, SFlag::S_IFCHR, mode, makedev(major, minor))

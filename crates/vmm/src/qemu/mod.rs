@@ -19,11 +19,17 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use space_hostd::jail::{Contents, JailRoot};
+use serde::{Deserialize, Serialize};
+use space_hostd::host::Host;
+use space_hostd::jail::Contents;
+use space_hostd::seccomp::Profile;
+use space_hostd::service::Program;
 use tokio::sync::OnceCell;
 
 use crate::{AfterRestore, Driver, ProcessIdentity, Vm, VmDir, VmSpec, VmmError};
 
+/// The driver's name.
+pub const NAME: &str = "qemu";
 /// Default place of the program on Debian.
 pub const DEFAULT_PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
 const MODULES: [&str; 2] = ["lib/x86_64-linux-gnu/qemu/accel-tcg-x86_64.so", "lib/qemu/accel-tcg-x86_64.so"];
@@ -32,7 +38,7 @@ const FIRMWARE: [&str; 4] = ["bios-microvm.bin", "linuxboot_dma.bin", "pvh.bin",
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// How guest instructions are run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Accel {
     /// Software emulation; works everywhere.
     Tcg {
@@ -43,24 +49,25 @@ pub enum Accel {
 }
 
 /// What the driver needs to know.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct QemuConfig {
     pub program: PathBuf,
     pub accel: Accel,
-    /// Where the root folder of the jails is made: the host's disk, not the pool.
-    pub jails: PathBuf,
+}
+
+impl Default for QemuConfig {
+    /// The distribution's QEMU, without hardware virtualization.
+    fn default() -> Self {
+        QemuConfig { program: PathBuf::from(DEFAULT_PROGRAM), accel: Accel::Tcg { code_cache_mib: 64 } }
+    }
 }
 
 impl QemuConfig {
-    /// The distribution's QEMU, without hardware virtualization.
-    pub fn new(jails: impl Into<PathBuf>) -> Self {
-        let accel = Accel::Tcg { code_cache_mib: 64 };
-        QemuConfig { program: PathBuf::from(DEFAULT_PROGRAM), accel, jails: jails.into() }
-    }
-
-    /// What QEMU needs beyond its libraries: the module of emulation, and the firmware of the one machine we use, from where
-    /// QEMU itself looks for it.
-    pub fn contents(&self) -> Contents {
+    /// What the root process is told: QEMU's jail, with the guest's kernel and first file system for a boot.
+    ///
+    /// Beyond its libraries QEMU needs the module of emulation, and the firmware of the one machine we use, from where QEMU
+    /// itself looks for it.
+    pub fn host_program(&self, kernel: PathBuf, initramfs: PathBuf) -> Program {
         let prefix = self.program.parent().and_then(Path::parent).unwrap_or(Path::new("/usr"));
         let mut files = vec![PathBuf::from("/etc/ld.so.cache"), PathBuf::from("/lib/x86_64-linux-gnu/libgcc_s.so.1")];
         for folder in [Path::new("/usr"), prefix] {
@@ -69,7 +76,8 @@ impl QemuConfig {
                 files.extend(FIRMWARE.map(|name| folder.join(place).join(name)));
             }
         }
-        Contents { program: self.program.clone(), files, kvm: self.accel == Accel::Kvm }
+        let contents = Contents { program: self.program.clone(), files, kvm: self.accel == Accel::Kvm };
+        Program { contents, profile: Profile::NoSockets, boot: Some((kernel, initramfs)) }
     }
 }
 
@@ -80,22 +88,13 @@ pub struct Qemu {
     version: OnceCell<String>,
     /// Only for emulation: with hardware virtualization the guest asks the hypervisor.
     tsc_khz: OnceCell<u64>,
-    root: OnceCell<JailRoot>,
+    host: Host,
 }
 
 impl Qemu {
-    pub fn new(config: QemuConfig) -> Self {
-        Qemu { config, version: OnceCell::new(), tsc_khz: OnceCell::new(), root: OnceCell::new() }
-    }
-
-    /// Made at the first start of a VM.
-    async fn root(&self) -> Result<JailRoot, VmmError> {
-        let (jails, contents) = (self.config.jails.clone(), self.config.contents());
-        let prepare = || async {
-            let made = tokio::task::spawn_blocking(move || JailRoot::prepare(&jails, "qemu", &contents)).await;
-            made.map_err(|_| VmmError::Disconnected { command: "the making of its jail" })?.map_err(VmmError::Jail)
-        };
-        self.root.get_or_try_init(prepare).await.cloned()
+    /// `host` was started with this driver's [`QemuConfig::host_program`] under the name [`NAME`].
+    pub fn new(config: QemuConfig, host: Host) -> Self {
+        Qemu { config, version: OnceCell::new(), tsc_khz: OnceCell::new(), host }
     }
 
     async fn tsc_khz(&self) -> Option<u64> {
@@ -132,7 +131,7 @@ async fn ask_version(program: &Path) -> Result<String, VmmError> {
 #[async_trait]
 impl Driver for Qemu {
     fn name(&self) -> &'static str {
-        "qemu"
+        NAME
     }
 
     async fn version(&self) -> Result<String, VmmError> {
@@ -154,15 +153,15 @@ impl Driver for Qemu {
 
     async fn boot(&self, spec: &VmSpec, dir: &VmDir) -> Result<Box<dyn Vm>, VmmError> {
         self.check_program()?;
-        Ok(Box::new(start::boot((&self.config, self.root().await?), spec, dir, self.tsc_khz().await).await?))
+        Ok(Box::new(start::boot((&self.config, &self.host), spec, dir, self.tsc_khz().await).await?))
     }
 
     async fn restore(&self, spec: &VmSpec, dir: &VmDir, then: AfterRestore) -> Result<Box<dyn Vm>, VmmError> {
         self.check_program()?;
-        Ok(Box::new(start::restore((&self.config, self.root().await?), spec, dir, then).await?))
+        Ok(Box::new(start::restore((&self.config, &self.host), spec, dir, then).await?))
     }
 
     async fn adopt(&self, dir: &VmDir, identity: ProcessIdentity) -> Result<Box<dyn Vm>, VmmError> {
-        Ok(Box::new(start::adopt(dir, identity).await?))
+        Ok(Box::new(start::adopt(&self.host, dir, identity).await?))
     }
 }

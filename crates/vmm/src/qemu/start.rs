@@ -5,9 +5,10 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
-use space_hostd::jail::{Jail, JailRoot};
-use space_hostd::process::{self, FIRST_INHERITED, Output, Rlimits, SpawnSpec, VmmProcess};
-use space_hostd::seccomp::Profile;
+use space_hostd::host::Host;
+use space_hostd::pool::Area;
+use space_hostd::process::{self, FIRST_INHERITED, VmmProcess};
+use space_hostd::protocol::Start;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 
@@ -16,7 +17,7 @@ use super::QemuConfig;
 use super::args::{self, Begin, Fds};
 use super::qmp::{Qmp, within};
 use super::vm::{QemuVm, exit_reason};
-use crate::dir::{AGENT_SOCKET, DEVICE_STATE, DISK, QMP_SOCKET};
+use crate::dir::{AGENT_SOCKET, DEVICE_STATE, DISK, MEMORY, QMP_SOCKET};
 use crate::{AfterRestore, ProcessIdentity, VmDir, VmSpec, VmmError};
 
 /// How much of QEMU's own messages is kept.
@@ -63,35 +64,33 @@ struct Started {
 
 /// Starts QEMU with its sockets inherited and the monitor connection open. `state` is the device state to load.
 async fn start(
-    (config, root): (&QemuConfig, JailRoot),
+    (config, host): (&QemuConfig, &Host),
     spec: &VmSpec,
     dir: &VmDir,
     begin: Begin,
     state: Option<OwnedFd>,
 ) -> Result<Started, VmmError> {
-    dir.hand_over(spec.jail.uid, spec.jail.gid)?;
     let (qmp, agent) = (dir.listen(QMP_SOCKET)?, dir.listen(AGENT_SOCKET)?);
     let stream = dir.connect(QMP_SOCKET)?;
     let args = args::build(config, spec, &FDS, begin);
-    let boot = matches!(begin, Begin::Boot { .. }).then(|| (spec.kernel.clone(), spec.initramfs.clone()));
     let disk_bytes = std::fs::metadata(dir.file(DISK)).map_err(dir.error("inspect", DISK))?.len();
     let (said, stderr) = Said::listen(dir)?;
-    let process = process::spawn(SpawnSpec {
-        program: config.program.clone(),
+    let start = Start {
+        driver: super::NAME.to_owned(),
         args,
-        cwd: dir.path().to_owned(),
-        uid: spec.jail.uid,
-        gid: spec.jail.gid,
-        cgroup: spec.jail.cgroup.clone(),
-        output: Output::Fd(stderr),
-        limits: Rlimits {
-            open_files: Some(OPEN_FILES),
-            // No file of it may outgrow what it was given, whatever becomes of QEMU.
-            file_size_bytes: Some(disk_bytes.max(u64::from(spec.memory_mib) << 20)),
-        },
-        inherited: [Some(qmp), Some(agent), state].into_iter().flatten().collect(),
-        jail: Some(Jail { root, folder: dir.path().to_owned(), boot, profile: Profile::NoSockets }),
-    })?;
+        // Found by the folder.
+        area: Area::Sandboxes,
+        name: String::new(),
+        slot: spec.jail.slot,
+        group: spec.jail.group.clone(),
+        boot: matches!(begin, Begin::Boot { .. }),
+        given: [MEMORY, DISK].map(str::to_owned).to_vec(),
+        open_files: OPEN_FILES,
+        // No file of it may outgrow what it was given, whatever becomes of QEMU.
+        file_size_bytes: disk_bytes.max(u64::from(spec.memory_mib) << 20),
+    };
+    let fds: Vec<OwnedFd> = [Some(stderr), Some(qmp), Some(agent), state].into_iter().flatten().collect();
+    let process = host.start(dir.path(), start, &fds)?;
     Ok(Started { process, qmp: Qmp::new(stream), said })
 }
 
@@ -132,14 +131,11 @@ async fn negotiate(qmp: &Qmp) -> Result<Vec<super::qmp::Pending>, VmmError> {
 }
 
 pub(super) async fn boot(
-    config: (&QemuConfig, JailRoot),
+    config: (&QemuConfig, &Host),
     spec: &VmSpec,
     dir: &VmDir,
     tsc_khz: Option<u64>,
 ) -> Result<QemuVm, VmmError> {
-    for file in [&spec.kernel, &spec.initramfs] {
-        std::fs::metadata(file).map_err(|source| VmmError::File { action: "find", path: file.clone(), source })?;
-    }
     dir.create_memory(u64::from(spec.memory_mib) << 20)?;
     let started = start(config, spec, dir, Begin::Boot { tsc_khz }, None).await?;
     or_kill(&started, async {
@@ -153,7 +149,7 @@ pub(super) async fn boot(
 }
 
 pub(super) async fn restore(
-    config: (&QemuConfig, JailRoot),
+    config: (&QemuConfig, &Host),
     spec: &VmSpec,
     dir: &VmDir,
     then: AfterRestore,
@@ -187,8 +183,8 @@ pub(super) async fn restore(
     Ok(QemuVm::new(dir.clone(), started.process, started.qmp))
 }
 
-pub(super) async fn adopt(dir: &VmDir, identity: ProcessIdentity) -> Result<QemuVm, VmmError> {
-    let process = process::open_existing(identity)?;
+pub(super) async fn adopt(host: &Host, dir: &VmDir, identity: ProcessIdentity) -> Result<QemuVm, VmmError> {
+    let process = host.open(identity)?;
     let qmp = Qmp::new(dir.connect(QMP_SOCKET)?);
     for pending in negotiate(&qmp).await? {
         pending.answer().await?;

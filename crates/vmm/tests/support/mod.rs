@@ -6,24 +6,28 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use space_hostd::cgroup::{CgroupRoot, Limits, Weight};
+use space_hostd::host::Host;
 use space_hostd::pool::{Area, Pool, PoolSource};
+use space_hostd::service::{Config, Service};
+use space_hostd::uids::Slot;
 use space_vmm::guest_kernel::{self, GuestKernel};
-use space_vmm::qemu::{Qemu, QemuConfig};
+use space_vmm::qemu::{self, Qemu, QemuConfig};
 use space_vmm::{AfterRestore, Driver, Jail, SaveKind, Vm, VmDir, VmSpec, initramfs};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
 pub const MEMORY_MIB: u32 = 192;
 const DISK_BYTES: u64 = 64 << 20;
+/// Users of one test's VMMs.
+const SLOTS: u32 = 16;
 
 /// Everything a test makes, removed when it ends, however it ends.
 pub struct Bench {
     pub pool: Pool,
     pub driver: Qemu,
     pub cgroups: CgroupRoot,
-    kernel: GuestKernel,
-    dir: tempfile::TempDir,
-    uid: AtomicU32,
+    _dir: tempfile::TempDir,
+    slot: AtomicU32,
 }
 
 /// A folder laid out by `guest_kernel::extract`, or a package to extract it from.
@@ -67,23 +71,31 @@ impl Bench {
         initramfs::build(&kernel.modules, &init, &dir.path().join("initramfs.img")).unwrap();
         let image = PoolSource::LoopFile { image: dir.path().join("pool.img"), bytes: 2 << 30 };
         let pool = Pool::open(&dir.path().join("pool"), image).unwrap();
-        let cgroups = CgroupRoot::new(&format!("test-{}-{name}", std::process::id())).unwrap();
-        let uid = AtomicU32::new(290_000 + std::process::id() % 500 * 16);
-        Some(Bench { pool, driver: Qemu::new(QemuConfig::new(dir.path().join("jails"))), cgroups, kernel, dir, uid })
+        let owner = format!("test-{}-{name}", std::process::id());
+        let cgroups = CgroupRoot::new(&owner).unwrap();
+        let config = QemuConfig::default();
+        let program = config.host_program(kernel.image.clone(), dir.path().join("initramfs.img"));
+        let service = Service::open(Config {
+            owner,
+            pool: pool.root().to_owned(),
+            jails: dir.path().join("jails"),
+            builds: dir.path().join("builds"),
+            builder: None,
+            build_env: Vec::new(),
+            node: (0, 0),
+            uids: (290_000 + std::process::id() % 500 * SLOTS, SLOTS),
+            vmms: [(qemu::NAME.to_owned(), program)].into(),
+        });
+        let driver = Qemu::new(config, Host::here(service.unwrap()));
+        Some(Bench { pool, driver, cgroups, _dir: dir, slot: AtomicU32::new(0) })
     }
 
     /// A specification with a user and a cgroup of its own.
     pub fn spec(&self, name: &str) -> VmSpec {
-        let uid = self.uid.fetch_add(1, Ordering::Relaxed);
+        let slot = Slot(self.slot.fetch_add(1, Ordering::Relaxed));
         let limits = Limits { memory_bytes: 512 << 20, cpu_millis: 2000, pids: 64, weight: Weight::Normal };
-        VmSpec {
-            memory_mib: MEMORY_MIB,
-            vcpus: 1,
-            kernel: self.kernel.image.clone(),
-            initramfs: self.dir.path().join("initramfs.img"),
-            cmdline: String::new(),
-            jail: Jail { uid, gid: uid, cgroup: Some(self.cgroups.create(name, limits).unwrap()) },
-        }
+        self.cgroups.create(name, limits).unwrap();
+        VmSpec { memory_mib: MEMORY_MIB, vcpus: 1, cmdline: String::new(), jail: Jail { slot, group: name.to_owned() } }
     }
 
     /// Boots a guest, saves it once it answers and makes a template of it.

@@ -7,7 +7,9 @@ use crate::output::{self, note};
 use crate::server::lock;
 
 /// What we ever put into a data folder; anything else is somebody's and stays.
-const OURS: [&str; 20] = [
+const OURS: [&str; 22] = [
+    "control",
+    "jails",
     "build",
     "pool.img",
     "pool.img.new",

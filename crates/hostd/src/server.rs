@@ -1,0 +1,77 @@
+//! The root process: takes connections, checks who is there, answers one request after the other on each.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use nix::sys::socket::{SockFlag, accept4, getsockopt, setsockopt, sockopt};
+
+use crate::protocol::{self, HostError, MESSAGE_MAX_BYTES, Reply, Request};
+use crate::service::Service;
+
+/// Connections at the same time; a node keeps eight and opens more for a moment when much happens at once.
+const CONNECTIONS_MAX: usize = 96;
+const REAP_EVERY: Duration = Duration::from_secs(1);
+
+/// Serves until the process ends. `listener`: a listening Unix socket that keeps packet borders.
+pub fn serve(service: Service, listener: &OwnedFd) -> io::Result<()> {
+    let service = Arc::new(service);
+    let reaped = service.clone();
+    std::thread::Builder::new().name("reaper".into()).spawn(move || {
+        loop {
+            reaped.reap();
+            std::thread::sleep(REAP_EVERY);
+        }
+    })?;
+    let count = Arc::new(AtomicUsize::new(0));
+    loop {
+        let socket = match accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
+            Ok(fd) => own(fd),
+            Err(nix::errno::Errno::EINTR | nix::errno::Errno::ECONNABORTED) => continue,
+            Err(nix::errno::Errno::EMFILE | nix::errno::Errno::ENFILE) => {
+                std::thread::sleep(Duration::from_millis(50));
+                continue;
+            }
+            Err(errno) => return Err(errno.into()),
+        };
+        if !may_ask(&service, &socket) || count.load(Ordering::Acquire) >= CONNECTIONS_MAX {
+            continue;
+        }
+        count.fetch_add(1, Ordering::AcqRel);
+        let (service, counted) = (service.clone(), count.clone());
+        let answering = std::thread::Builder::new().name("answer".into()).spawn(move || {
+            // The other side sees its connection end, and makes a new one.
+            let _ = answer(&service, &socket);
+            counted.fetch_sub(1, Ordering::AcqRel);
+        });
+        if answering.is_err() {
+            count.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
+/// Only the node's user; the socket file's own rights say the same.
+fn may_ask(service: &Service, socket: &OwnedFd) -> bool {
+    let peer = getsockopt(socket, sockopt::PeerCredentials);
+    peer.is_ok_and(|peer| peer.uid() == service.config.node.0)
+}
+
+fn answer(service: &Service, socket: &OwnedFd) -> io::Result<()> {
+    setsockopt(socket, sockopt::SndBuf, &(2 * MESSAGE_MAX_BYTES))?;
+    while let Some((request, fds)) = protocol::receive::<Request>(socket.as_raw_fd())? {
+        let (answer, given): (Result<Reply, HostError>, _) = match service.handle(request, fds) {
+            Ok((reply, given)) => (Ok(reply), given),
+            Err(error) => (Err(error), Vec::new()),
+        };
+        protocol::send(socket.as_raw_fd(), &answer, &protocol::raw(&given))?;
+    }
+    Ok(())
+}
+
+#[allow(unsafe_code, reason = "a descriptor that the kernel has just made for us")]
+fn own(fd: i32) -> OwnedFd {
+    // SAFETY: accept made it and nobody else has it.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
