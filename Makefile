@@ -8,7 +8,7 @@ RELEASE := target/release
 .PHONY: help deps build setup demo test lint clean
 
 help:
-	@echo "make build   release binaries in $(RELEASE): space, space-daemon"
+	@echo "make build   release binaries in $(RELEASE): space, space-hostd, space-daemon"
 	@echo "make setup   prepare this machine (packages, pool, guest kernel, template seed)"
 	@echo "make demo    build, set up, start the server, run a program in a microVM, measure"
 	@echo "make test    format, lints, licences, all tests with real VMs (needs root)"
@@ -26,7 +26,7 @@ deps:
 # The daemon runs in guests that have no libraries for it, so it is static, and stripped: a small guest unpacks it into memory. Built
 # apart, as its flags would rebuild all else.
 build: deps
-	$(CARGO) build --release --locked --package space-cli --package xtask
+	$(CARGO) build --release --locked --package space-cli --package space-hostd --package xtask
 	RUSTFLAGS="-C target-feature=+crt-static -C strip=symbols" $(CARGO) build --release --locked --package space-daemon --target $(TARGET)
 	@cmp -s target/$(TARGET)/release/space-daemon $(RELEASE)/space-daemon || \
 	  { cp target/$(TARGET)/release/space-daemon $(RELEASE)/space-daemon.new && mv $(RELEASE)/space-daemon.new $(RELEASE)/space-daemon; }

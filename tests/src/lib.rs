@@ -16,7 +16,7 @@ pub use api::{Api, Sandbox};
 pub use attach::{Attached, Ended};
 pub use cli::{Output, space};
 pub use registry::Registry;
-pub use server::{Server, memory_kib, vmms_in};
+pub use server::{Server, processes_of, server_memory_kib, status_of, vmms_in};
 
 /// Ends the test with a printed reason when the stage is not set.
 #[macro_export]

@@ -224,9 +224,30 @@ fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Resident memory of a process, in KiB.
-pub fn memory_kib(pid: u32) -> Result<u64> {
+/// The processes of a server: `space up` itself, and the root process, the node and the control plane that it started.
+/// The first is the given one.
+pub fn processes_of(server: u32) -> Vec<u32> {
+    let children = std::fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(|entry| {
+        let pid = entry.file_name().to_str()?.parse::<u32>().ok()?;
+        let parent = status_of(pid, "PPid").ok()?;
+        (parent == server.to_string()).then_some(pid)
+    });
+    std::iter::once(server).chain(children).collect()
+}
+
+/// A field of `/proc/PID/status`.
+pub fn status_of(pid: u32, field: &str) -> Result<String> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:")).context("no VmRSS")?;
-    Ok(line.trim().trim_end_matches("kB").trim().parse()?)
+    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    Ok(line.with_context(|| format!("no {field}"))?.trim().to_owned())
+}
+
+/// Resident memory of all processes of the shared server together, in KiB.
+pub fn server_memory_kib() -> Result<u64> {
+    let server = std::env::var("SPACE_TEST_SERVER_PID")?.parse()?;
+    let mut total = 0;
+    for pid in processes_of(server) {
+        total += status_of(pid, "VmRSS")?.trim_end_matches("kB").trim().parse::<u64>()?;
+    }
+    Ok(total)
 }

@@ -4,7 +4,7 @@ use anyhow::Result;
 use bytes::Bytes;
 use futures::StreamExt as _;
 use sha2::{Digest as _, Sha256};
-use space_tests::{memory_kib, shared_or_skip};
+use space_tests::{server_memory_kib, shared_or_skip};
 
 const MIB: usize = 1024 * 1024;
 
@@ -33,7 +33,7 @@ async fn a_large_file_survives_both_ways_in_constant_memory() -> Result<()> {
         hash.update(part?);
     }
     assert_eq!(hash.finalize(), sum);
-    let memory = memory_kib(std::env::var("SPACE_TEST_SERVER_PID")?.parse()?)?;
+    let memory = server_memory_kib()?;
     assert!(memory < 150 * 1024, "{memory} KiB");
     Ok(())
 }

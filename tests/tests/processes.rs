@@ -7,11 +7,7 @@ use serde_json::json;
 use sha2::{Digest as _, Sha256};
 use space_api::TerminalSize;
 use space_api::frame::Frame;
-use space_tests::{Attached, memory_kib, shared_or_skip};
-
-fn server_pid() -> Result<u32> {
-    Ok(std::env::var("SPACE_TEST_SERVER_PID")?.parse()?)
-}
+use space_tests::{Attached, server_memory_kib, shared_or_skip};
 
 #[tokio::test]
 async fn bytes_pass_unharmed() -> Result<()> {
@@ -47,7 +43,7 @@ async fn fast_commands_lose_nothing() -> Result<()> {
 async fn two_hundred_megabytes_arrive_and_the_server_stays_small() -> Result<()> {
     let server = shared_or_skip!();
     let sandbox = server.api()?.sandbox("seed").await?;
-    let before = memory_kib(server_pid()?)?;
+    let before = server_memory_kib()?;
     let size = 64 * 1024 * 1024usize;
     let mut flood = sandbox.attach(&["head", "-c", &size.to_string(), "/dev/zero"], json!({})).await?;
     let (mut hash, mut total) = (Sha256::new(), 0);
@@ -65,7 +61,7 @@ async fn two_hundred_megabytes_arrive_and_the_server_stays_small() -> Result<()>
     assert_eq!((exit.code, total), (0, size));
     let zeros = Sha256::digest(vec![0u8; size]);
     assert_eq!(hash.finalize(), zeros);
-    let after = memory_kib(server_pid()?)?;
+    let after = server_memory_kib()?;
     assert!(after < 150 * 1024, "{before} KiB before, {after} KiB after");
     Ok(())
 }
@@ -77,7 +73,7 @@ async fn a_reader_that_does_not_read_costs_no_memory() -> Result<()> {
     let mut lazy = sandbox.attach(&["sh", "-c", "echo begin; exec cat /dev/zero"], json!({})).await?;
     lazy.until("begin", 60).await?;
     tokio::time::sleep(Duration::from_secs(5)).await;
-    let memory = memory_kib(server_pid()?)?;
+    let memory = server_memory_kib()?;
     assert!(memory < 150 * 1024, "{memory} KiB");
     // The sandbox and its other commands feel nothing.
     assert_eq!(sandbox.sh("echo alive").await?.ok()?, "alive");

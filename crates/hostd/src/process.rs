@@ -325,6 +325,34 @@ pub fn inherited(fd: i32) -> io::Result<OwnedFd> {
 /// SYS_ADMIN, SYS_RESOURCE, MKNOD, SETFCAP.
 pub const HOST_CAPABILITIES: &[u8] = &[0, 1, 3, 4, 5, 6, 7, 8, 18, 21, 24, 27, 31];
 
+/// What `space up` keeps: what it gives `space-hostd`, and NET_BIND_SERVICE for a low port.
+pub const STARTER_CAPABILITIES: &[u8] = &[0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 21, 24, 27, 31];
+
+/// Takes from this process, which is root, every capability but these (their kernel numbers), for good, and turns new
+/// privileges off. To be called while it has one thread: others would keep theirs.
+///
+/// # Errors
+/// When the kernel refuses.
+pub fn keep_only(capabilities: &[u8]) -> io::Result<()> {
+    use rustix::thread::{CapabilitySet, set_capabilities, set_no_new_privs};
+    let mut kept = CapabilitySet::empty();
+    for number in 0..64u32 {
+        let one = CapabilitySet::from_bits_retain(1 << number);
+        if capabilities.iter().any(|kept| u32::from(*kept) == number) {
+            kept |= one;
+        } else if rustix::thread::remove_capability_from_bounding_set(one).is_err() {
+            // The kernel has no more.
+            break;
+        }
+    }
+    let mut now = rustix::thread::capabilities(None)?;
+    now.effective &= kept;
+    now.permitted &= kept;
+    now.inheritable = CapabilitySet::empty();
+    set_capabilities(None, now)?;
+    Ok(set_no_new_privs(true)?)
+}
+
 /// Whether a program file is there and may be run.
 pub fn is_program(path: &Path) -> bool {
     use std::os::unix::fs::PermissionsExt;

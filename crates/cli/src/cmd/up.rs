@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use space_api::client::Client;
+use space_hostd::process::STARTER_CAPABILITIES;
 
 use crate::args::Global;
 use crate::cmd::delete::{all_ids, delete_many};
@@ -73,6 +74,8 @@ impl Up {
             // Away from the terminal that started us; fails only when we lead already.
             let _ = nix::unistd::setsid();
         }
+        space_hostd::process::keep_only(STARTER_CAPABILITIES)
+            .map_err(|e| Failure::new(format!("cannot give up what a server does not need: {e}")))?;
         let held = lock::Lock::take(&config)?;
         server::log::start(&config.log, config.log_format, self.behind.then(|| log_file(&config)).as_deref())?;
         let status = crate::on_many_threads(self.serve(&config, &held, global.json));
