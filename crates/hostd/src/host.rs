@@ -26,7 +26,7 @@ const IDLE_MAX: usize = 8;
 
 #[derive(Debug)]
 enum Way {
-    Here(Service),
+    Here(Box<Service>),
     Socket { path: PathBuf, idle: Mutex<Vec<OwnedFd>> },
 }
 
@@ -47,7 +47,7 @@ pub struct Group {
 impl Host {
     /// Does it all in this process.
     pub fn here(service: Service) -> Host {
-        Host { pool: service.pool.clone(), way: Arc::new(Way::Here(service)) }
+        Host { pool: service.pool.clone(), way: Arc::new(Way::Here(Box::new(service))) }
     }
 
     /// Asks the root process that listens at `socket`. `pool`: the folder of its pool.
