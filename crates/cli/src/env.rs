@@ -26,9 +26,9 @@ variables! {
     POOL_SIZE = "SPACE_POOL_SIZE", "size of the pool file (pool.size)";
     POOL_DEVICE = "SPACE_POOL_DEVICE", "block device of the pool (pool.device)";
     POOL_PATH = "SPACE_POOL_PATH", "folder on an existing btrfs as the pool (pool.path)";
-    VMM_DRIVER = "SPACE_VMM_DRIVER", "auto, qemu, qemu-tcg or qemu-kvm (vmm.driver)";
+    VMM_DRIVER = "SPACE_VMM_DRIVER", "auto, firecracker, qemu, qemu-tcg or qemu-kvm (vmm.driver)";
     VMM_PROGRAM = "SPACE_VMM_PROGRAM", "absolute path of the VMM (vmm.program)";
-    VMM_KERNEL = "SPACE_VMM_KERNEL", "folder of the guest kernel (vmm.kernel)";
+    VMM_KERNEL = "SPACE_VMM_KERNEL", "guest kernel, a folder or a vmlinux (vmm.kernel)";
     VMM_KERNEL_ARGS = "SPACE_VMM_KERNEL_ARGS", "more kernel command line (vmm.kernel_args)";
     WARM_PER_TEMPLATE = "SPACE_WARM_PER_TEMPLATE", "parked VMs of each template: auto or a number (warm.per_template)";
     LIMITS_MEMORY = "SPACE_LIMITS_MEMORY", "memory that sandboxes may use together (limits.memory)";

@@ -22,6 +22,7 @@ mod session;
 mod spawn;
 mod sys;
 mod users;
+mod vsock;
 mod watch;
 
 use std::path::PathBuf;

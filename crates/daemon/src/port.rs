@@ -7,11 +7,11 @@
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::{Buf as _, Bytes};
 use rustix::event::epoll;
@@ -22,25 +22,18 @@ const NAME: &str = "space.agent";
 const CHUNK_BYTES: usize = 64 * 1024;
 /// Chunks on their way in each direction.
 const CHUNKS: usize = 4;
-const PORT_PATIENCE: Duration = Duration::from_secs(30);
 /// A missed edge costs this much and no more.
 const EDGE_MAX_MS: i64 = 1000;
 
-/// Finds the port by its name.
-fn find() -> io::Result<PathBuf> {
-    let begun = Instant::now();
-    loop {
-        for entry in fs::read_dir("/sys/class/virtio-ports").into_iter().flatten().flatten() {
-            let name = fs::read_to_string(entry.path().join("name")).unwrap_or_default();
-            if name.trim() == NAME {
-                return Ok(PathBuf::from("/dev").join(entry.file_name()));
-            }
+/// Finds the port by its name. `None`: it is not there, or not yet.
+pub fn find() -> Option<PathBuf> {
+    for entry in fs::read_dir("/sys/class/virtio-ports").into_iter().flatten().flatten() {
+        let name = fs::read_to_string(entry.path().join("name")).unwrap_or_default();
+        if name.trim() == NAME {
+            return Some(PathBuf::from("/dev").join(entry.file_name()));
         }
-        if begun.elapsed() > PORT_PATIENCE {
-            return Err(io::Error::new(io::ErrorKind::NotFound, format!("there is no virtio port {NAME}")));
-        }
-        std::thread::sleep(Duration::from_millis(5));
     }
+    None
 }
 
 pub struct Port {
@@ -72,8 +65,8 @@ impl Outlet {
 }
 
 /// Opens the port. The receiver counts how often the host was seen to be gone.
-pub fn open() -> io::Result<(Port, watch::Receiver<u64>)> {
-    let file = Arc::new(File::options().read(true).write(true).open(find()?)?);
+pub fn open(path: &Path) -> io::Result<(Port, watch::Receiver<u64>)> {
+    let file = Arc::new(File::options().read(true).write(true).open(path)?);
     let (in_sender, input) = mpsc::channel(CHUNKS);
     let (output, out_receiver) = mpsc::channel(CHUNKS);
     let (gone, gone_receiver) = watch::channel(0u64);

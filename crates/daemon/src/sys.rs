@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "ioctl, prctl, setfsuid and what must be done between fork and exec")]
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
@@ -145,8 +145,16 @@ pub fn prepare(command: &mut Command, setup: ChildSetup) {
     unsafe { command.pre_exec(child) };
 }
 
+/// The next connection of a listening socket of any kind; not blocking.
+pub fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let flags = nix::sys::socket::SockFlag::SOCK_NONBLOCK | nix::sys::socket::SockFlag::SOCK_CLOEXEC;
+    let fd = nix::sys::socket::accept4(listener.as_raw_fd(), flags)?;
+    // SAFETY: the kernel has just made it, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
 /// Readiness of a descriptor that the result owns.
-pub fn async_fd(fd: std::os::fd::OwnedFd) -> io::Result<tokio::io::unix::AsyncFd<std::os::fd::OwnedFd>> {
+pub fn async_fd(fd: OwnedFd) -> io::Result<tokio::io::unix::AsyncFd<OwnedFd>> {
     // SAFETY: the descriptor is moved in, is never replaced, and is closed only after it was deregistered.
     Ok(unsafe { tokio::io::unix::AsyncFd::register(fd) }?)
 }

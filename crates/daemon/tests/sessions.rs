@@ -7,7 +7,7 @@ use std::time::Duration;
 use common::*;
 use space_proto::guest::guest_client::GuestClient;
 use space_proto::guest::*;
-use space_proto::link::{connect, guest_channel};
+use space_proto::link::{Carrier, connect, guest_channel};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
 use tokio::time::Instant;
@@ -56,7 +56,7 @@ async fn connecting_without_refresh_keeps_the_environment() {
     assert_eq!(run(&mut client, sh("echo $KEPT")).await.text(), "yes\n");
     let io = UnixStream::connect(&daemon.socket).await.unwrap();
     let hello = Hello { protocol: 1, ..Default::default() };
-    let (stream, ack) = connect(io, hello, Instant::now() + PATIENCE).await.unwrap();
+    let (stream, ack) = connect(io, Carrier::Connection, hello, Instant::now() + PATIENCE).await.unwrap();
     assert!(ack.refresh.is_none());
     let mut client = GuestClient::new(guest_channel(stream));
     assert_eq!(run(&mut client, sh("echo $KEPT")).await.text(), "yes\n");

@@ -14,7 +14,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 
 use crate::cgroup::{Limits, Weight};
 use crate::pool::{Area, Pool, Usage};
-use crate::process::{Exit, ProcessIdentity, VmmProcess};
+use crate::process::{Exit, Order, ProcessIdentity, VmmProcess};
 use crate::protocol::{self, Build, HostError, Reply, Request, Start};
 use crate::service::Service;
 
@@ -164,9 +164,9 @@ impl Host {
         self.process(Request::Open { identity }, &[])
     }
 
-    /// Sends SIGKILL. No error when it has ended already.
-    pub fn kill(&self, identity: ProcessIdentity) -> Result<(), HostError> {
-        self.done(Request::Kill { identity })
+    /// Ends a VMM, stops it or lets it go on. No error when it has ended already.
+    pub fn order(&self, identity: ProcessIdentity, order: Order) -> Result<(), HostError> {
+        self.done(Request::Order { identity, order })
     }
 
     /// How a process that has ended did so; `Unknown` when nobody can tell.

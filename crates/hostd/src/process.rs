@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use nix::libc;
 use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
@@ -22,6 +23,10 @@ use crate::jail::Jail;
 use crate::seccomp::{self, Profile};
 pub use crate::spawn::FIRST_INHERITED;
 use crate::spawn::{Cage, Child, c_string, watch_fd};
+
+/// What a thread may take to come out of a system call when its process is stopped.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
+const STOP_POLL: Duration = Duration::from_millis(1);
 
 /// Names one process for as long as the host runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -93,6 +98,25 @@ pub enum ProcessError {
     Gone { pid: u32 },
     #[error("cannot {action} process {pid}: {source}")]
     Control { action: &'static str, pid: u32, source: io::Error },
+}
+
+/// What may be done to a VMM from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    Kill,
+    /// All its threads stand where they are.
+    Stop,
+    GoOn,
+}
+
+impl Order {
+    fn signal(self) -> (Signal, &'static str) {
+        match self {
+            Order::Kill => (Signal::KILL, "kill"),
+            Order::Stop => (Signal::STOP, "stop"),
+            Order::GoOn => (Signal::CONT, "let go on"),
+        }
+    }
 }
 
 /// How a process ended.
@@ -222,10 +246,12 @@ pub fn open_existing(identity: ProcessIdentity) -> Result<VmmProcess, ProcessErr
     VmmProcess::watch(identity, find(identity)?, Keeper::Nobody)
 }
 
-pub(crate) fn kill(pidfd: &OwnedFd, pid: u32) -> Result<(), ProcessError> {
-    match pidfd_send_signal(pidfd, Signal::KILL) {
+/// No error when it has ended already.
+pub(crate) fn order(pidfd: &OwnedFd, pid: u32, order: Order) -> Result<(), ProcessError> {
+    let (signal, action) = order.signal();
+    match pidfd_send_signal(pidfd, signal) {
         Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
-        Err(errno) => Err(ProcessError::Control { action: "kill", pid, source: errno.into() }),
+        Err(errno) => Err(ProcessError::Control { action, pid, source: errno.into() }),
     }
 }
 
@@ -265,17 +291,52 @@ impl VmmProcess {
         !has_ended(&self.pidfd)
     }
 
-    /// Sends SIGKILL. No error when it has ended already.
-    pub fn kill(&self) -> Result<(), ProcessError> {
+    fn order(&self, wanted: Order) -> Result<(), ProcessError> {
         let pid = self.identity.pid;
         match &self.keeper {
-            Keeper::Host(host) => host.kill(self.identity).map_err(|error| ProcessError::Control {
-                action: "kill",
+            Keeper::Host(host) => host.order(self.identity, wanted).map_err(|error| ProcessError::Control {
+                action: wanted.signal().1,
                 pid,
                 source: io::Error::other(error),
             }),
-            _ => kill(&self.pidfd, pid),
+            _ => order(&self.pidfd, pid, wanted),
         }
+    }
+
+    /// Sends SIGKILL. No error when it has ended already.
+    pub fn kill(&self) -> Result<(), ProcessError> {
+        self.order(Order::Kill)
+    }
+
+    /// Stops all its threads where they are; returns when they stand. No error when it has ended already.
+    pub async fn stop(&self) -> Result<(), ProcessError> {
+        self.order(Order::Stop)?;
+        let begun = Instant::now();
+        while self.is_alive() && !self.is_stopped() {
+            if begun.elapsed() > STOP_PATIENCE {
+                let source = io::Error::from(io::ErrorKind::TimedOut);
+                return Err(ProcessError::Control { action: "stop", pid: self.identity.pid, source });
+            }
+            tokio::time::sleep(STOP_POLL).await;
+        }
+        Ok(())
+    }
+
+    /// Lets it go on after a [`VmmProcess::stop`]. No error when it runs, or has ended already.
+    pub fn go_on(&self) -> Result<(), ProcessError> {
+        self.order(Order::GoOn)
+    }
+
+    /// Whether all its threads stand, stopped by us or by an earlier service.
+    pub fn is_stopped(&self) -> bool {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.identity.pid));
+        let stands = |thread: std::fs::DirEntry| {
+            let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+            let state = stat.rfind(')').and_then(|end| stat[end..].split_ascii_whitespace().nth(1));
+            // One that has just ended does not run either.
+            matches!(state, Some("T") | None)
+        };
+        self.is_alive() && threads.is_ok_and(|threads| threads.flatten().all(stands))
     }
 
     /// Asks it to end (SIGTERM). No error when it has ended already.

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cgroup::{CgroupError, Limits, Weight};
 use crate::pool::{Area, PoolError, Usage};
-use crate::process::{Exit, ProcessError, ProcessIdentity};
+use crate::process::{Exit, Order, ProcessError, ProcessIdentity};
 use crate::uids::Slot;
 
 /// The longest packet: a list of a thousand names fits three times.
@@ -36,7 +36,8 @@ pub struct Start {
     pub group: String,
     /// Show it the guest's kernel and first file system.
     pub boot: bool,
-    /// Files and folders of the subvolume that become the VMM's own; the node keeps its way to them by group.
+    /// Files of the subvolume that become the VMM's own; the node keeps its way to them by group. Of a folder only the files
+    /// become its own: the folder stays the node's, and the VMM may make files in it until the node takes that back.
     pub given: Vec<String>,
     pub open_files: u64,
     pub file_size_bytes: u64,
@@ -111,8 +112,10 @@ pub enum Request {
     Open {
         identity: ProcessIdentity,
     },
-    Kill {
+    /// Ends a VMM, stops it or lets it go on.
+    Order {
         identity: ProcessIdentity,
+        order: Order,
     },
     /// How a VMM whose pidfd says that it ended did so.
     Exit {

@@ -226,9 +226,9 @@ impl Service {
                 given.push(self.vmm(identity)?);
                 Reply::Process(identity)
             }
-            Request::Kill { identity } => {
+            Request::Order { identity, order } => {
                 match self.vmm(identity) {
-                    Ok(pidfd) => process::kill(&pidfd, identity.pid)?,
+                    Ok(pidfd) => process::order(&pidfd, identity.pid, order)?,
                     Err(HostError::Gone { .. }) => {}
                     Err(error) => return Err(error),
                 }
@@ -325,8 +325,11 @@ impl Service {
         Ok(root)
     }
 
-    /// A file, or a folder with the files in it, becomes the VMM's. Opened once and changed through that, so that nothing
-    /// can be put in its place on the way.
+    /// A file, or the files of a folder, become the VMM's. Opened once and changed through that, so that nothing can be put in
+    /// its place on the way.
+    ///
+    /// The folder itself stays the node's: with what a VMM makes in a folder of its own it could fill the pool, so the node
+    /// closes it once that is made.
     fn hand_over(&self, path: &Path, uid: u32) -> Result<(), HostError> {
         let file = open_plain(path).map_err(failed("open", path))?;
         let meta = file.metadata().map_err(failed("inspect", path))?;
@@ -341,8 +344,9 @@ impl Service {
                 }
             }
         }
-        fchown(&file, Some(uid), Some(self.config.node.1)).map_err(failed("give", path))?;
-        let mode = if meta.is_dir() { 0o2770 } else { 0o660 };
+        let (node, group) = self.config.node;
+        let (owner, mode) = if meta.is_dir() { ((node, uid), 0o770) } else { ((uid, group), 0o660) };
+        fchown(&file, Some(owner.0), Some(owner.1)).map_err(failed("give", path))?;
         file.set_permissions(Permissions::from_mode(mode)).map_err(failed("open up", path))
     }
 

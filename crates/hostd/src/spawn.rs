@@ -206,10 +206,10 @@ impl Child {
                 let limit = libc::rlimit { rlim_cur: *value, rlim_max: *value };
                 check(10, libc::setrlimit(*resource, &limit))?;
             }
-            // What a VMM makes is for the group of its folder too, which is the node's; what a service makes is its own.
+            // What a VMM makes is for everybody who gets into its folder: itself and the node. What a service makes is its own.
             libc::umask(match (self.rights, &self.cage) {
                 (Rights::Root(_), _) => 0o022,
-                (Rights::None, Some(_)) => 0o007,
+                (Rights::None, Some(_)) => 0,
                 (Rights::None, None) => 0o077,
             });
             drop_rights(self.uid, self.gid, self.rights)?;

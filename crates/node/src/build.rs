@@ -391,9 +391,7 @@ async fn publish(
     let name = scratch.name.clone();
     let progress = Report { events: report.events.clone(), cancelled: report.cancelled.clone() };
     runs.blocking(move |runs| {
-        for left in [dir::CONSOLE_LOG, "qmp.sock", "agent.sock"] {
-            let _ = std::fs::remove_file(folder.join(left));
-        }
+        VmDir::new(&folder).remove_traces()?;
         let mut entries = Vec::new();
         for file in [dir::DISK, dir::MEMORY, dir::DEVICE_STATE] {
             let path = folder.join(file);

@@ -8,6 +8,7 @@ use std::time::Duration;
 use space_core::SandboxId;
 use space_proto::guest::guest_client::GuestClient;
 use space_proto::guest::{Hello, HelloAck, RefreshRequest};
+use space_proto::link::{Carrier, LinkError};
 use space_proto::{GUEST_PROTOCOL, link};
 use space_vmm::Vm;
 use tokio::sync::Mutex;
@@ -37,8 +38,9 @@ fn hello(sandbox: Option<&SandboxId>, run: u32, refresh: Option<RefreshRequest>)
 
 async fn open(vm: &Arc<dyn Vm>, hello: Hello, limit: Duration) -> Result<(Channel, HelloAck), NodeError> {
     let deadline = Instant::now() + limit;
-    let stream = vm.agent().await?;
-    let (stream, ack) = link::connect(stream, hello, deadline).await?;
+    let carrier = if vm.agent_connects() { Carrier::Connection } else { Carrier::Channel };
+    let stream = tokio::time::timeout_at(deadline, vm.agent()).await.map_err(|_| LinkError::Timeout)??;
+    let (stream, ack) = link::connect(stream, carrier, hello, deadline).await?;
     Ok((link::guest_channel(stream), ack))
 }
 

@@ -296,7 +296,14 @@ impl Runs {
         }
         let now = self.config.driver.compatibility().await?;
         if now != meta.compatibility {
-            return Err(NodeError::Incompatible(format!("it was made by {} and this is {now}", meta.compatibility)));
+            return Err(NodeError::Incompatible(space_vmm::differences(&meta.compatibility, &now)));
+        }
+        if meta.guest_protocol > space_proto::GUEST_PROTOCOL {
+            return Err(NodeError::Incompatible(format!(
+                "its daemon speaks protocol {} and this node {}",
+                meta.guest_protocol,
+                space_proto::GUEST_PROTOCOL
+            )));
         }
         Ok(template)
     }

@@ -27,7 +27,7 @@ mod pipe;
 mod rpc;
 mod stream;
 
-pub use connect::connect;
+pub use connect::{Carrier, connect};
 pub use frame::{DATA_MAX_BYTES, HEADER_BYTES, HELLO_MAX_BYTES};
 pub use listen::{Listener, Responder};
 pub use pipe::QUEUE_MAX_BYTES;

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use space_proto::guest::{Hello, HelloAck};
-use space_proto::link::{DATA_MAX_BYTES, HEADER_BYTES, LinkError, LinkStream, Listener, QUEUE_MAX_BYTES, connect};
+use space_proto::link::{
+    Carrier, DATA_MAX_BYTES, HEADER_BYTES, LinkError, LinkStream, Listener, QUEUE_MAX_BYTES, connect,
+};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
@@ -38,7 +40,7 @@ impl Port {
 
     async fn connect(&self) -> (LinkStream, HelloAck, Arc<AtomicBool>) {
         let (io, cut) = self.open();
-        let (stream, ack) = connect(io, hello(), in_seconds(200)).await.unwrap();
+        let (stream, ack) = connect(io, Carrier::Channel, hello(), in_seconds(200)).await.unwrap();
         (stream, ack, cut)
     }
 }
@@ -288,7 +290,7 @@ async fn a_closed_stream_ends_the_other_side_after_its_bytes() {
 async fn refused_late_and_closed_are_told_apart() {
     let (port, guest) = Port::new(4096);
     let mut listener = Listener::new(guest);
-    let late = connect(port.open().0, hello(), in_seconds(1)).await.unwrap_err();
+    let late = connect(port.open().0, Carrier::Channel, hello(), in_seconds(1)).await.unwrap_err();
     assert!(matches!(late, LinkError::Timeout), "{late}");
     let refusing = tokio::spawn(async move {
         // The first one is the hello of the host that gave up; it is answered into the void.
@@ -299,12 +301,15 @@ async fn refused_late_and_closed_are_told_apart() {
         }
         listener
     });
-    let refused = connect(port.open().0, hello(), in_seconds(9)).await.unwrap_err();
+    let refused = connect(port.open().0, Carrier::Channel, hello(), in_seconds(9)).await.unwrap_err();
     assert!(matches!(&refused, LinkError::Refused(why) if why.contains("clock")), "{refused}");
     drop(refusing.await.unwrap());
     let (host, guest) = tokio::io::duplex(64);
     drop(guest);
-    assert!(matches!(connect(host, hello(), in_seconds(9)).await.unwrap_err(), LinkError::Io(_) | LinkError::Closed));
+    assert!(matches!(
+        connect(host, Carrier::Channel, hello(), in_seconds(9)).await.unwrap_err(),
+        LinkError::Io(_) | LinkError::Closed
+    ));
 }
 
 #[tokio::test(start_paused = true)]
@@ -321,7 +326,7 @@ async fn an_environment_of_the_largest_size_passes() {
         ..Default::default()
     };
     let sent = Hello { refresh: Some(refresh), ..hello() };
-    let _open = connect(port.open().0, sent.clone(), in_seconds(9)).await.unwrap();
+    let _open = connect(port.open().0, Carrier::Channel, sent.clone(), in_seconds(9)).await.unwrap();
     assert_eq!(accepting.await.unwrap().0, sent);
 }
 

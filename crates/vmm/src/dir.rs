@@ -17,6 +17,8 @@ pub const DEVICE_STATE: &str = "device.state";
 pub const CONSOLE_LOG: &str = "console.log";
 pub(crate) const QMP_SOCKET: &str = "qmp.sock";
 pub(crate) const AGENT_SOCKET: &str = "agent.sock";
+/// What a VMM makes itself: a folder of its user.
+pub(crate) const RUN: &str = "run";
 
 /// A VM's folder. Only the VMM's own user and root may look into the files of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,6 +73,41 @@ impl VmDir {
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
         std::fs::set_permissions(self.file(name), mode).map_err(self.error("close up", name))?;
         Ok(listener.into())
+    }
+
+    /// Connects to a socket that the VMM made in a folder of its own: to that socket and to nothing it may point to.
+    pub(crate) async fn connect_owned(&self, name: &str) -> Result<tokio::net::UnixStream, VmmError> {
+        let flags = libc::O_PATH | libc::O_NOFOLLOW;
+        let socket = OpenOptions::new().read(true).custom_flags(flags).open(self.file(name));
+        let socket = socket.map_err(self.error("find", name))?;
+        // The kernel goes to the very file that is open; something else than a socket refuses.
+        let path = format!("/proc/self/fd/{}", socket.as_raw_fd());
+        tokio::net::UnixStream::connect(path).await.map_err(self.error("connect to", name))
+    }
+
+    /// Removes what a VMM and its console left, so that a snapshot of the folder is the VM and nothing else. Only when no
+    /// VMM runs in it.
+    pub fn remove_traces(&self) -> Result<(), VmmError> {
+        for name in [CONSOLE_LOG, QMP_SOCKET, AGENT_SOCKET] {
+            match std::fs::remove_file(self.file(name)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(self.error("remove", name)(error)),
+                _ => {}
+            }
+        }
+        self.remove_folder(RUN)
+    }
+
+    /// From now on only we may make or remove files in that folder; the VMM still reaches those it knows.
+    pub(crate) fn close_folder(&self, name: &str) -> Result<(), VmmError> {
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o710);
+        std::fs::set_permissions(self.file(name), mode).map_err(self.error("close", name))
+    }
+
+    pub(crate) fn remove_folder(&self, name: &str) -> Result<(), VmmError> {
+        match std::fs::remove_dir_all(self.file(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(self.error("remove", name)(error)),
+            _ => Ok(()),
+        }
     }
 
     /// Connects to a socket of the folder. Does not wait: the backlog of a listening socket takes the connection.

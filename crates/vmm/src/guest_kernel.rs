@@ -25,6 +25,10 @@ const WANTED: [&str; 10] = [
 /// Without these no driver of ours can start a guest.
 const NEEDED: [&str; 3] = ["virtio_mmio", "virtio_blk", "virtio_console"];
 
+/// With all debugging symbols a kernel has a few hundred MiB.
+const IMAGE_MAX_BYTES: u64 = 1 << 30;
+const VERSION_MAX_BYTES: usize = 64;
+
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
     #[error("{0} is missing: install the package dpkg")]
@@ -37,6 +41,8 @@ pub enum KernelError {
     NoKernel { deb: PathBuf },
     #[error("the kernel {version} has no module {module}, and none built in: take a kernel with virtio drivers")]
     NoModule { version: String, module: String },
+    #[error("{file} is not an uncompressed kernel image (vmlinux)")]
+    NotAKernel { file: PathBuf },
     #[error("cannot {action} {path}: {source}")]
     File { action: &'static str, path: PathBuf, source: std::io::Error },
 }
@@ -94,8 +100,12 @@ pub fn extract(deb: &Path, out: &Path) -> Result<GuestKernel, KernelError> {
     open(out)
 }
 
-/// Finds what an earlier [`extract`] has laid out in `out`.
+/// Finds what an earlier [`extract`] has laid out in `out`, or takes a file as a kernel that has all it needs built in.
 pub fn open(out: &Path) -> Result<GuestKernel, KernelError> {
+    if out.is_file() {
+        let version = find_banner(out)?.ok_or_else(|| KernelError::NotAKernel { file: out.to_owned() })?;
+        return Ok(GuestKernel { version, image: out.to_owned(), modules: Vec::new() });
+    }
     let read = |path: PathBuf| fs::read_to_string(&path).map_err(failed("read", &path));
     let version = read(out.join("version"))?.trim().to_owned();
     let order = read(out.join("modules/order"))?;
@@ -104,6 +114,24 @@ pub fn open(out: &Path) -> Result<GuestKernel, KernelError> {
         Some(Module { name: name.to_owned(), path: out.join("modules").join(line) })
     };
     Ok(GuestKernel { version, image: out.join("vmlinuz"), modules: order.lines().filter_map(module).collect() })
+}
+
+/// The version in an uncompressed kernel's own words: `Linux version 6.12.1 (…`.
+fn find_banner(image: &Path) -> Result<Option<String>, KernelError> {
+    const BANNER: &[u8] = b"Linux version ";
+    let size = fs::metadata(image).map_err(failed("inspect", image))?.len();
+    if size > IMAGE_MAX_BYTES {
+        return Err(KernelError::NotAKernel { file: image.to_owned() });
+    }
+    let bytes = fs::read(image).map_err(failed("read", image))?;
+    // The same words stand in format strings too: a version begins with a digit.
+    let found = bytes
+        .windows(BANNER.len() + 1)
+        .position(|window| window.starts_with(BANNER) && window.last().is_some_and(u8::is_ascii_digit));
+    Ok(found.map(|at| {
+        let word = bytes[at + BANNER.len()..].iter().take(VERSION_MAX_BYTES);
+        word.take_while(|byte| byte.is_ascii_graphic()).map(|byte| char::from(*byte)).collect()
+    }))
 }
 
 fn remove_tree(path: &Path) -> Result<(), KernelError> {
@@ -200,6 +228,17 @@ fn add_module(name: &str, all: &[Module], order: &mut Vec<Module>, depth: u32) -
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kernel_file_says_its_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("vmlinux");
+        fs::write(&image, b"\x7fELF...Linux version %s\0..Linux version 6.12.1-x (gcc) #1\n").unwrap();
+        let kernel = open(&image).unwrap();
+        assert_eq!((kernel.version.as_str(), kernel.modules.len()), ("6.12.1-x", 0));
+        fs::write(&image, b"something else").unwrap();
+        assert!(matches!(open(&image), Err(KernelError::NotAKernel { .. })));
+    }
 
     #[test]
     fn modules_come_after_what_they_need() {

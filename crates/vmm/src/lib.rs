@@ -4,10 +4,16 @@
 //! ends and is adopted by the next one. Nothing here knows sandboxes, templates or the network; nothing here trusts the
 //! VMM: what a process of it says is bounded in size and time, since a guest may have taken it over.
 
+mod choice;
+mod console;
+mod cpu;
 pub mod dir;
+pub mod firecracker;
 pub mod guest_kernel;
 pub mod initramfs;
 pub mod qemu;
+mod reflink;
+mod said;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -20,6 +26,8 @@ use space_hostd::protocol::HostError;
 use space_hostd::uids::Slot;
 use tokio::net::UnixStream;
 
+pub use crate::choice::DriverConfig;
+pub use crate::console::CONSOLE_LOG_BYTES;
 pub use crate::dir::VmDir;
 
 /// What a VM is made of. A restore needs the same values as the boot whose memory it continues.
@@ -106,6 +114,8 @@ impl fmt::Display for ExitReason {
 pub enum VmmError {
     #[error("the VMM program {0} is missing or not executable: install it, or name another one in the configuration")]
     MissingProgram(PathBuf),
+    #[error("{program} is version {version}, which cannot be used: {why}")]
+    UnfitVersion { program: PathBuf, version: String, why: String },
     #[error("cannot {action} {path}: {source}")]
     File { action: &'static str, path: PathBuf, source: std::io::Error },
     #[error("cannot start the VMM, or it is gone")]
@@ -150,7 +160,8 @@ pub trait Driver: Send + Sync {
     /// Version of the program, as it reports it.
     async fn version(&self) -> Result<String, VmmError>;
 
-    /// Two drivers with the same text can load each other's saved states. Stored with each template and checkpoint.
+    /// Two drivers with the same text can load each other's saved states. Stored with each template and checkpoint. Words of
+    /// the form `key=value`, so that what differs can be named: see [`differences`].
     async fn compatibility(&self) -> Result<String, VmmError>;
 
     /// Starts the kernel on `dir`'s `disk.img`, with new memory. Returns when the virtual CPUs run, not when the guest is up.
@@ -191,12 +202,51 @@ pub trait Vm: Send + Sync {
     async fn wait(&self) -> ExitReason;
 
     /// A new byte stream to the guest's channel. There is one at a time: drop the old one first, or this one stays silent
-    /// until that happens. Bytes the guest sent to an earlier stream may still arrive first.
+    /// until that happens. Bytes the guest sent to an earlier stream may still arrive first. May wait until the guest
+    /// takes the connection, so give it a limit. A [`Vm::save`] may end the streams that were there before.
     async fn agent(&self) -> Result<UnixStream, VmmError>;
+
+    /// Whether each stream of [`Vm::agent`] is a connection of its own, which the guest sees begin and end.
+    fn agent_connects(&self) -> bool;
 
     /// The VM's folder was renamed to this one.
     fn moved(&self, dir: &VmDir);
 
     /// Moves what the guest wrote to its console since the last call into `console.log`, whose size stays bounded.
     async fn drain_console(&self) -> Result<(), VmmError>;
+}
+
+/// What is different between two texts of [`Driver::compatibility`], for a message; empty when nothing is.
+pub fn differences(made: &str, now: &str) -> String {
+    let lacks = |text: &str, word: &str| !text.split_whitespace().any(|other| other == word);
+    let only = |text: &str, other: &str| -> Vec<String> {
+        text.split_whitespace().filter(|word| lacks(other, word)).map(str::to_owned).collect()
+    };
+    let (made_only, now_only) = (only(made, now), only(now, made));
+    if made_only.is_empty() && now_only.is_empty() {
+        return String::new();
+    }
+    format!("it was made with {} and this is {}", made_only.join(" "), now_only.join(" "))
+}
+
+/// The processor of this host, for [`Driver::compatibility`].
+fn own_cpu() -> Result<String, VmmError> {
+    cpu::fingerprint().map_err(|source| VmmError::File { action: "read", path: "/proc/cpuinfo".into(), source })
+}
+
+/// Waits at most so long.
+async fn within<T>(what: &'static str, limit: Duration, act: impl Future<Output = T>) -> Result<T, VmmError> {
+    tokio::time::timeout(limit, act).await.map_err(|_| VmmError::Timeout { what, limit })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::differences;
+
+    #[test]
+    fn only_what_differs_is_named() {
+        assert_eq!(differences("a=1 b=2", "a=1 b=2"), "");
+        let text = differences("vmm=x state=10 cpu=y", "vmm=x state=11 cpu=z");
+        assert_eq!(text, "it was made with state=10 cpu=y and this is state=11 cpu=z");
+    }
 }

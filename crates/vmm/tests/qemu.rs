@@ -1,208 +1,24 @@
-//! The QEMU driver with real VMs.
+//! The QEMU driver with real VMs: the scenarios of all drivers, each with a guest of its own.
 
-#[path = "support/mod.rs"]
 mod support;
 
-use std::os::unix::fs::MetadataExt;
-use std::time::{Duration, Instant};
+use support::{Bench, Kind, scenarios};
 
-use space_hostd::pool::Area;
-use space_vmm::qemu::CONSOLE_LOG_BYTES;
-use space_vmm::{AfterRestore, Driver, ExitReason, SaveKind, Vm, VmDir, VmStatus, VmmError};
-use support::{Agent, Bench};
-
-async fn end(vm: &dyn Vm) {
-    vm.kill().await.unwrap();
-    assert_eq!(vm.wait().await, ExitReason::Killed { signal: 9 });
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn two_sandboxes_continue_one_memory_each_for_itself() {
-    let Some(bench) = Bench::new("restore") else { return };
-    let begun = Instant::now();
-    bench.template().await;
-    eprintln!("template: {:?}", begun.elapsed());
-
-    let (first, second) = tokio::join!(bench.restore("a", AfterRestore::Run), bench.restore("b", AfterRestore::Run));
-    let (mut a, mut b) = (Agent::connect(&*first.0).await, Agent::connect(&*second.0).await);
-    let before = a.counter().await;
-    assert!(before > 0 && b.counter().await > 0, "the memory of the template goes on");
-    assert_eq!(a.ask("disk hello").await, "disk hello");
-    assert_eq!(b.ask("disk").await, "disk", "the disks are apart");
-    assert!(a.ask("random").await.starts_with("random 8 "));
-
-    // The VMM runs as its own user, which owns its files, in its own cgroup.
-    let pid = first.0.identity().pid;
-    let owner = std::fs::metadata(format!("/proc/{pid}")).unwrap().uid();
-    assert!(owner >= 290_000 && owner == std::fs::metadata(first.1.file("memory.img")).unwrap().uid());
-    assert_eq!(bench.cgroups.open("a").unwrap().pids().unwrap(), [pid]);
-
-    // Paused: no answer, no counting. Resumed: the answer comes.
-    first.0.pause().await.unwrap();
-    first.0.pause().await.unwrap();
-    assert_eq!(first.0.status().await.unwrap(), VmStatus::Paused);
-    a.send("ping").await;
-    assert!(tokio::time::timeout(Duration::from_millis(300), a.line()).await.is_err(), "a paused guest answers");
-    first.0.resume().await.unwrap();
-    assert_eq!(first.0.status().await.unwrap(), VmStatus::Running);
-    assert!(a.line().await.starts_with("pong "));
-    assert!(a.counter().await > before);
-
-    // A save, a snapshot and a restore of that: memory and disk of the same instant.
-    a.ask("touch 8").await;
-    first.0.sync_ahead().await.unwrap();
-    let begun = Instant::now();
-    first.0.save(SaveKind::Changed).await.unwrap();
-    first.0.save(SaveKind::Changed).await.unwrap();
-    bench.pool.snapshot((Area::Sandboxes, "a"), (Area::Sandboxes, "c"), false).unwrap();
-    first.0.resume().await.unwrap();
-    eprintln!("save and snapshot: {:?}", begun.elapsed());
-    let dir = VmDir::new(bench.pool.path(Area::Sandboxes, "c").unwrap());
-    let third = bench.driver.restore(&bench.spec("c"), &dir, AfterRestore::StayPaused).await.unwrap();
-    assert_eq!(third.status().await.unwrap(), VmStatus::Paused);
-    let mut c = Agent::connect(&*third).await;
-    third.resume().await.unwrap();
-    assert_eq!(c.ask("disk").await, "disk hello");
-    assert!(c.counter().await > before);
-    first.0.save(SaveKind::Full).await.unwrap();
-    first.0.resume().await.unwrap();
-    for vm in [&first.0, &second.0, &third] {
-        end(&**vm).await;
-    }
-    bench.assert_nothing_left();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_vm_outlives_its_driver_and_is_adopted() {
-    let Some(bench) = Bench::new("adopt") else { return };
-    bench.template().await;
-    let (vm, dir) = bench.restore("a", AfterRestore::Run).await;
-    let mut agent = Agent::connect(&*vm).await;
-    let before = agent.counter().await;
-    let identity = vm.identity();
-    drop((agent, vm));
-
-    let vm = bench.driver.adopt(&dir, identity).await.unwrap();
-    assert_eq!(vm.status().await.unwrap(), VmStatus::Running);
-    let mut agent = Agent::connect(&*vm).await;
-    assert!(agent.counter().await > before);
-    vm.save(SaveKind::Full).await.unwrap();
-    vm.resume().await.unwrap();
-
-    // The guest ends while nobody listens: whoever adopts then learns of it.
-    agent.send("poweroff").await;
-    drop((agent, vm));
-    tokio::time::sleep(Duration::from_millis(1500)).await;
-    let vm = bench.driver.adopt(&dir, identity).await.unwrap();
-    let reason = tokio::time::timeout(Duration::from_secs(20), vm.wait()).await.unwrap();
-    assert!(matches!(reason, ExitReason::GuestEnded | ExitReason::GuestShutdown), "{reason:?}");
-    let gone = bench.driver.adopt(&dir, identity).await.err().unwrap();
-    assert!(matches!(gone, VmmError::Host(space_hostd::protocol::HostError::Gone { .. })), "{gone:?}");
-    bench.assert_nothing_left();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn each_end_of_a_guest_has_its_reason() {
-    let Some(bench) = Bench::new("ends") else { return };
-    bench.template().await;
-    for (command, reason) in
-        [("poweroff", ExitReason::GuestShutdown), ("reboot", ExitReason::GuestReset), ("panic", ExitReason::GuestReset)]
-    {
-        let (vm, dir) = bench.restore(command, AfterRestore::Run).await;
-        Agent::connect(&*vm).await.send(command).await;
-        let ended = tokio::time::timeout(Duration::from_secs(20), vm.wait()).await.unwrap();
-        assert_eq!(ended, reason, "{command}");
-        assert_eq!(vm.status().await.unwrap(), VmStatus::Ended);
-        vm.kill().await.unwrap();
-        if command == "panic" {
-            let console = std::fs::read_to_string(dir.file("console.log")).unwrap();
-            assert!(console.contains("Attempted to kill init"), "{console}");
+macro_rules! with_qemu {
+    ($($scenario:ident)*) => {$(
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $scenario() {
+            let Some(bench) = Bench::new(Kind::Qemu, stringify!($scenario)) else { return };
+            bench.template().await;
+            scenarios::$scenario(&bench).await;
         }
-    }
-    // Somebody else kills the VMM.
-    let (vm, _) = bench.restore("killed", AfterRestore::Run).await;
-    let pid = i32::try_from(vm.identity().pid).unwrap();
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
-    assert_eq!(vm.wait().await, ExitReason::Killed { signal: 9 });
-    assert!(matches!(vm.save(SaveKind::Full).await, Err(error) if !error.is_recoverable()));
-
-    // A state that is none, one that is cut off, and one that is missing.
-    let dir = bench.sandbox("broken");
-    for bytes in [&b"nonsense"[..], &std::fs::read(dir.file("device.state")).unwrap()[..20_000]] {
-        std::fs::write(dir.file("device.state"), bytes).unwrap();
-        let error = bench.driver.restore(&bench.spec("broken"), &dir, AfterRestore::Run).await.err().unwrap();
-        assert!(matches!(error, VmmError::BadState { ref message } if !message.is_empty()), "{error:?}");
-    }
-    std::fs::remove_file(dir.file("device.state")).unwrap();
-    let error = bench.driver.restore(&bench.spec("broken"), &dir, AfterRestore::Run).await.err().unwrap();
-    assert!(matches!(error, VmmError::File { .. }), "{error:?}");
-    bench.assert_nothing_left();
+    )*};
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_flooding_guest_stays_bounded_and_a_lost_connection_is_replaced() {
-    let Some(bench) = Bench::new("flood") else { return };
-    bench.template().await;
-    let (vm, dir) = bench.restore("a", AfterRestore::Run).await;
-    let mut agent = Agent::connect(&*vm).await;
-    agent.ask("ping").await;
-    // Vanish in the midst of a line, with an answer under way, several times.
-    for _ in 0..5 {
-        agent.send("ping\nping\npi").await;
-        drop(agent);
-        agent = Agent::connect(&*vm).await;
-    }
-    // What is left of the cut-off commands comes first; then the channel is in order.
-    agent.send("\nmarker").await;
-    while agent.line().await != "unknown marker" {}
-    assert!(agent.counter().await > 0);
-
-    assert_eq!(agent.ask("flood").await, "flooding");
-    let until = Instant::now() + Duration::from_secs(4);
-    while Instant::now() < until {
-        vm.drain_console().await.unwrap();
-        assert!(std::fs::metadata(dir.file("console.log")).map_or(0, |meta| meta.len()) <= CONSOLE_LOG_BYTES);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    let length = std::fs::metadata(dir.file("console.log")).unwrap().len();
-    assert!(length > 1024, "the flood did not reach the log: {length}");
-    assert!(std::fs::metadata(dir.file("console.log")).unwrap().mode() & 0o077 == 0);
-    end(&*vm).await;
-    bench.assert_nothing_left();
-}
-
-/// Prints what the parts cost; the bound is one that only a fault exceeds, since tests share their processors.
-#[tokio::test(flavor = "multi_thread")]
-async fn what_a_restore_costs() {
-    let Some(bench) = Bench::new("cost") else { return };
-    bench.template().await;
-    for round in 0..8 {
-        let name = format!("r{round}");
-        let (dir, spec) = (bench.sandbox(&name), bench.spec(&name));
-        let begun = Instant::now();
-        let vm = bench.driver.restore(&spec, &dir, AfterRestore::Run).await.unwrap();
-        let running = begun.elapsed();
-        let mut agent = Agent::connect(&*vm).await;
-        agent.counter().await;
-        let answered = begun.elapsed();
-        agent.counter().await;
-        let again = begun.elapsed() - answered;
-        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", vm.identity().pid)).unwrap();
-        let pss = smaps.lines().find(|line| line.starts_with("Pss:")).unwrap_or_default().to_owned();
-        let begun = Instant::now();
-        vm.pause().await.unwrap();
-        vm.resume().await.unwrap();
-        let cycle = begun.elapsed();
-        let begun = Instant::now();
-        vm.save(SaveKind::Full).await.unwrap();
-        let saved = begun.elapsed();
-        vm.resume().await.unwrap();
-        let state = std::fs::metadata(dir.file("device.state")).unwrap().len();
-        eprintln!(
-            "running {running:?}, answered {answered:?}, next answer {again:?}, pause+resume {cycle:?}, save {saved:?}, state {state} bytes, {pss}"
-        );
-        assert!(running < Duration::from_secs(5), "{running:?}");
-        end(&*vm).await;
-    }
-    bench.assert_nothing_left();
+with_qemu! {
+    two_sandboxes_continue_one_memory_each_for_itself
+    a_vm_outlives_its_driver_and_is_adopted
+    each_end_of_a_guest_has_its_reason
+    a_flooding_guest_stays_bounded_and_a_lost_connection_is_replaced
+    what_a_restore_costs
 }

@@ -41,9 +41,14 @@ pub const KEYS: &[Key] = &[
     ),
     key("pool.device", env::POOL_DEVICE, "", "a blank block device, instead of a file"),
     key("pool.path", env::POOL_PATH, "", "a folder on an existing btrfs, instead of a file"),
-    key("vmm.driver", env::VMM_DRIVER, "auto", "auto, qemu, qemu-tcg, qemu-kvm"),
+    key("vmm.driver", env::VMM_DRIVER, "auto", "auto, firecracker, qemu, qemu-tcg, qemu-kvm"),
     key("vmm.program", env::VMM_PROGRAM, "", "absolute path of the VMM; empty: the distribution's"),
-    key("vmm.kernel", env::VMM_KERNEL, "", "folder of the guest kernel; empty: DATA_DIR/kernel"),
+    key(
+        "vmm.kernel",
+        env::VMM_KERNEL,
+        "",
+        "guest kernel: a folder that set-up made, or a vmlinux; empty: DATA_DIR/kernel",
+    ),
     key("vmm.kernel_args", env::VMM_KERNEL_ARGS, "", "added to the guest kernel's command line"),
     key(
         "warm.per_template",
@@ -96,6 +101,7 @@ pub enum LogFormat {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverChoice {
     Auto,
+    Firecracker,
     QemuTcg,
     QemuKvm,
 }
@@ -206,9 +212,10 @@ impl Layers {
         };
         let driver = match self.text("vmm.driver") {
             "auto" | "qemu" => DriverChoice::Auto,
+            "firecracker" => DriverChoice::Firecracker,
             "qemu-tcg" => DriverChoice::QemuTcg,
             "qemu-kvm" => DriverChoice::QemuKvm,
-            _ => return Err(self.bad("vmm.driver", "expected auto, qemu, qemu-tcg or qemu-kvm")),
+            _ => return Err(self.bad("vmm.driver", "expected auto, firecracker, qemu, qemu-tcg or qemu-kvm")),
         };
         Ok(ServerConfig {
             listen: self.parse("listen", "ADDRESS:PORT, as 127.0.0.1:7070")?,

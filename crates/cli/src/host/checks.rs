@@ -6,6 +6,7 @@ use std::path::Path;
 use space_api::ListSandboxesQuery;
 use space_api::client::Client;
 use space_hostd::probe::{HostFacts, KvmVerdict};
+use space_vmm::firecracker;
 
 use super::{Finding, initramfs, kernel, leftovers, packages, pool, seed};
 use crate::config::{DriverChoice, ServerConfig};
@@ -19,6 +20,16 @@ pub fn driver(config: &ServerConfig, facts: &HostFacts) -> Finding {
     let emulation = "Emulation runs CPU work at about a tenth, and QEMU's own policy does not call it a security boundary; \
                      the jail around it holds all the same.";
     match (config.driver, facts.kvm.is_usable()) {
+        (DriverChoice::Firecracker, _) => match config.vmm_program.clone().or_else(firecracker::find_program) {
+            Some(program) => {
+                Finding::ok(NAME, format!("firecracker ({}), as asked for. {sentence}", program.display()))
+            }
+            None => Finding::fail(
+                NAME,
+                format!("firecracker is asked for, and {} is not there", firecracker::PROGRAM_PLACES[0]),
+                "install the release, or name it with vmm.program",
+            ),
+        },
         (DriverChoice::QemuKvm, false) => {
             Finding::fail(NAME, format!("qemu-kvm is asked for. {sentence}"), "set vmm.driver to auto")
         }

@@ -21,7 +21,7 @@ use space_hostd::host::Host;
 use space_hostd::process::inherited;
 use space_image::remote::{self, Places};
 use space_node::{Node, NodeConfig, WarmSize};
-use space_vmm::qemu::{Qemu, QemuConfig};
+use space_vmm::DriverConfig;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -60,7 +60,7 @@ pub struct NodeRole {
     pub data_dir: PathBuf,
     pub host_socket: PathBuf,
     pub pool: PathBuf,
-    pub qemu: QemuConfig,
+    pub vmm: DriverConfig,
     pub driver_label: String,
     pub driver_reason: String,
     pub kernel_version: String,
@@ -156,7 +156,7 @@ fn node() -> Result<i32, Failure> {
             node_id: role.node_id,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             data_dir: role.data_dir,
-            driver: Arc::new(Qemu::new(role.qemu, host.clone())),
+            driver: role.vmm.driver(host.clone()),
             host,
             driver_label: role.driver_label,
             driver_reason: role.driver_reason,
@@ -172,6 +172,8 @@ fn node() -> Result<i32, Failure> {
             pool_reserve_bytes: role.pool_reserve_bytes,
             warm: role.warm,
         };
+        // A VMM that is missing or must not be used is found now, not by the first sandbox.
+        config.driver.version().await.map_err(failure)?;
         let mut terminate = signal(SignalKind::terminate()).map_err(failure)?;
         let node = Node::start(config).await.map_err(failure)?;
         say(ready, &Said::Ready)?;

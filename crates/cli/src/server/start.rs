@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 
 use space_hostd::probe::{self, HostFacts};
 use space_hostd::service;
-use space_vmm::guest_kernel;
-use space_vmm::qemu::{self, Accel, QemuConfig};
+use space_vmm::firecracker::{self, FirecrackerConfig};
+use space_vmm::qemu::{Accel, QemuConfig};
+use space_vmm::{DriverConfig, guest_kernel};
 
 use super::child::{Child, Kind, Plan};
 use super::lock::Lock;
@@ -53,15 +54,22 @@ pub(super) fn failure(error: impl std::error::Error + Send + Sync + 'static) -> 
     Failure::from(anyhow::Error::from(error))
 }
 
-fn driver(config: &ServerConfig, facts: &HostFacts) -> (QemuConfig, String) {
+/// The driver, its name for people, and why it was chosen.
+fn driver(config: &ServerConfig, facts: &HostFacts) -> (DriverConfig, String, String) {
     let defaults = QemuConfig::default();
     let (accel, label) = match config.driver {
+        DriverChoice::Firecracker => {
+            let program = config.vmm_program.clone().or_else(firecracker::find_program);
+            let program = program.unwrap_or_else(|| PathBuf::from(firecracker::PROGRAM_PLACES[0]));
+            let reason = "It was asked for.".to_owned();
+            return (DriverConfig::Firecracker(FirecrackerConfig::new(program)), "firecracker".to_owned(), reason);
+        }
         DriverChoice::QemuKvm => (Accel::Kvm, "qemu-kvm"),
         DriverChoice::Auto if facts.kvm.is_usable() => (Accel::Kvm, "qemu-kvm"),
         DriverChoice::Auto | DriverChoice::QemuTcg => (defaults.accel, "qemu-tcg"),
     };
     let program = config.vmm_program.clone().unwrap_or(defaults.program);
-    (QemuConfig { program, accel }, label.to_owned())
+    (DriverConfig::Qemu(QemuConfig { program, accel }), label.to_owned(), facts.kvm.sentence())
 }
 
 fn machine_name() -> String {
@@ -99,7 +107,7 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
     let total = pool.usage().map_err(failure)?.total;
     let users = users::of(&config.data_dir);
     folders::prepare(config, &users)?;
-    let (qemu, driver_label) = driver(config, &facts);
+    let (vmm, driver_label, driver_reason) = driver(config, &facts);
     let listen = |address: std::net::SocketAddr| {
         let hint = "is another server running, or is the address not this machine's?";
         TcpListener::bind(address).map_err(|e| Failure::new(format!("cannot listen on {address}: {e}; {hint}")))
@@ -123,7 +131,7 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
         build_env: PROXIES.iter().filter_map(|name| Some(format!("{name}={}", crate::env::get(name)?))).collect(),
         node: (users.node, users.node),
         uids: users.vmms,
-        vmms: [(qemu::NAME.to_owned(), qemu.host_program(kernel.image, initramfs))].into(),
+        vmms: [(vmm.name().to_owned(), vmm.host_program(kernel.image, initramfs))].into(),
     };
     let node = NodeRole {
         log: log.clone(),
@@ -131,9 +139,9 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
         data_dir: config.data_dir.clone(),
         host_socket,
         pool: pool.root().to_owned(),
-        qemu,
+        vmm,
         driver_label,
-        driver_reason: facts.kvm.sentence(),
+        driver_reason,
         kernel_version: kernel.version,
         kernel_args: config.kernel_args.clone(),
         tokens,

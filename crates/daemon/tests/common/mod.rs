@@ -10,7 +10,7 @@ use space_proto::guest::attach_input::Kind as In;
 use space_proto::guest::attach_output::Kind as Out;
 use space_proto::guest::guest_client::GuestClient;
 use space_proto::guest::*;
-use space_proto::link::{connect, guest_channel};
+use space_proto::link::{Carrier, connect, guest_channel};
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
@@ -61,7 +61,7 @@ impl Daemon {
     pub async fn client_with(&self, refresh: RefreshRequest) -> Client {
         let hello = Hello { protocol: 1, sandbox: "test".into(), run: 1, refresh: Some(refresh) };
         let io = UnixStream::connect(&self.socket).await.unwrap();
-        let (stream, ack) = connect(io, hello, Instant::now() + PATIENCE).await.unwrap();
+        let (stream, ack) = connect(io, Carrier::Channel, hello, Instant::now() + PATIENCE).await.unwrap();
         assert_eq!(ack.protocol, 1);
         GuestClient::new(guest_channel(stream))
     }

@@ -88,6 +88,9 @@ pub(crate) fn make_device(path: &Path, (major, minor): (u64, u64)) -> Result<(),
 impl JailRoot {
     /// Makes the root `name` in the folder `parent` unless it is there. The caller is the only one who does so.
     pub fn prepare(parent: &Path, name: &str, contents: &Contents) -> Result<JailRoot, JailError> {
+        make_folder(parent)?;
+        // Nobody passes from outside: there may be a device in it that only a VMM in its jail is to open.
+        fs::set_permissions(parent, Permissions::from_mode(0o700)).map_err(failed("close up", parent))?;
         let files = closure(contents)?;
         let path = parent.join(format!("{name}-{:016x}", fingerprint(contents, &files)?));
         if path.is_dir() {

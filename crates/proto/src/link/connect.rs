@@ -20,6 +20,16 @@ const RESEND: Duration = Duration::from_millis(300);
 /// What a dropped stream may still take to write its last frames.
 const CLOSE_GRACE: Duration = Duration::from_secs(1);
 
+/// What carries the session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Carrier {
+    /// Bytes of earlier sessions may be under way in it, and bytes may have been lost: the hello is repeated.
+    Channel,
+    /// A connection made for this session: what is written arrives, or the connection ends. The hello is sent once, since
+    /// repetitions cost a slow guest more than they help.
+    Connection,
+}
+
 /// Opens a session over a fresh connection to the channel. Blocks until the guest has answered, at most until
 /// `deadline`. The guest works on one `hello` once, however often it has to be repeated here.
 ///
@@ -27,6 +37,7 @@ const CLOSE_GRACE: Duration = Duration::from_secs(1);
 /// [`LinkError::Refused`] when the guest says that the run must not be used; the others as they are named.
 pub async fn connect<I>(
     io: I,
+    carrier: Carrier,
     hello: guest::Hello,
     deadline: Instant,
 ) -> Result<(LinkStream, guest::HelloAck), LinkError>
@@ -44,7 +55,7 @@ where
     let mut receiver = Receiver { reader, decoder: Decoder::default() };
     let ack = tokio::select! {
         ack = timeout_at(deadline, receiver.ack(id)) => ack.map_err(|_| LinkError::Timeout)??,
-        error = sender.repeat(&hello) => return Err(error.into()),
+        error = sender.repeat(&hello, carrier) => return Err(error.into()),
     };
     if !ack.error.is_empty() {
         return Err(LinkError::Refused(ack.error));
@@ -144,12 +155,15 @@ impl<I: AsyncWrite> Sender<I> {
     }
 
     /// Sends the hello again and again. Returns only when the channel fails.
-    async fn repeat(&mut self, hello: &Bytes) -> io::Error {
+    async fn repeat(&mut self, hello: &Bytes, carrier: Carrier) -> io::Error {
         let mut wait = FIRST_RESEND;
         let mut padding = DATA_MAX_BYTES + HEADER_BYTES;
         loop {
             if let Err(error) = self.finish().await {
                 return error;
+            }
+            if carrier == Carrier::Connection {
+                return std::future::pending().await;
             }
             sleep(wait).await;
             let mut bytes = BytesMut::zeroed(padding);

@@ -12,8 +12,6 @@ mod start;
 mod tsc;
 mod vm;
 
-pub use console::CONSOLE_LOG_BYTES;
-
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -146,9 +144,9 @@ impl Driver for Qemu {
         let accel = match self.tsc_khz().await {
             // In steps of 10 MHz: finer ones would tell one host from itself.
             Some(khz) => format!("tcg{}", (khz + 5_000) / 10_000 * 10),
-            None => "kvm".to_owned(),
+            None => format!("kvm {}", crate::own_cpu()?),
         };
-        Ok(format!("qemu-{minor}-{accel}-layout{}", args::LAYOUT))
+        Ok(format!("qemu={minor} accel={accel} layout={}", args::LAYOUT))
     }
 
     async fn boot(&self, spec: &VmSpec, dir: &VmDir) -> Result<Box<dyn Vm>, VmmError> {

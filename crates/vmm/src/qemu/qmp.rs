@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::time::Duration;
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
@@ -16,7 +15,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
 use super::PATIENCE;
-use crate::VmmError;
+use crate::{VmmError, within};
 
 /// The longest line read: the console ring in base64 is the longest that comes in good faith.
 const MAX_LINE: u64 = 256 << 10;
@@ -122,14 +121,6 @@ impl Pending {
             Err(_) => Err(VmmError::Disconnected { command }),
         }
     }
-}
-
-pub(super) async fn within<T>(
-    what: &'static str,
-    limit: Duration,
-    act: impl Future<Output = T>,
-) -> Result<T, VmmError> {
-    tokio::time::timeout(limit, act).await.map_err(|_| VmmError::Timeout { what, limit })
 }
 
 /// Owns the connection until it closes or the [`Qmp`] is dropped.

@@ -2,59 +2,26 @@
 
 use std::fs::OpenOptions;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
 use space_hostd::host::Host;
 use space_hostd::pool::Area;
 use space_hostd::process::{self, FIRST_INHERITED, VmmProcess};
 use space_hostd::protocol::Start;
-use tokio::io::AsyncReadExt;
-use tokio::net::unix::pipe;
 
 use super::PATIENCE;
 use super::QemuConfig;
 use super::args::{self, Begin, Fds};
-use super::qmp::{Qmp, within};
+use super::qmp::Qmp;
 use super::vm::{QemuVm, exit_reason};
 use crate::dir::{AGENT_SOCKET, DEVICE_STATE, DISK, MEMORY, QMP_SOCKET};
-use crate::{AfterRestore, ProcessIdentity, VmDir, VmSpec, VmmError};
+use crate::said::Said;
+use crate::{AfterRestore, ProcessIdentity, VmDir, VmSpec, VmmError, within};
 
-/// How much of QEMU's own messages is kept.
-const SAID_BYTES: usize = 4096;
 const OPEN_FILES: u64 = 512;
 /// What QEMU inherits, in this order: the sockets it listens on, and the state it is to load.
 const FDS: Fds = Fds { qmp: FIRST_INHERITED, agent: FIRST_INHERITED + 1 };
 const STATE_FD: i32 = FIRST_INHERITED + 2;
-
-/// The end of what QEMU wrote to its standard error.
-#[derive(Clone, Default)]
-struct Said(Arc<Mutex<Vec<u8>>>);
-
-impl Said {
-    /// Reads until the other side closes. A pipe, not a file: without a reader QEMU's messages go nowhere and fill nothing.
-    fn listen(dir: &VmDir) -> Result<(Said, OwnedFd), VmmError> {
-        let (write, mut read) = pipe::pipe().map_err(dir.error("make a pipe for", "the VMM"))?;
-        let write = write.into_blocking_fd().map_err(dir.error("make a pipe for", "the VMM"))?;
-        let said = Said::default();
-        let kept = said.clone();
-        tokio::spawn(async move {
-            let mut buffer = [0; 1024];
-            while let Ok(count @ 1..) = read.read(&mut buffer).await {
-                let mut text = kept.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                text.extend_from_slice(&buffer[..count]);
-                let surplus = text.len().saturating_sub(SAID_BYTES);
-                text.drain(..surplus);
-            }
-        });
-        Ok((said, write))
-    }
-
-    fn text(&self) -> String {
-        let text = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        String::from_utf8_lossy(&text).trim().to_owned()
-    }
-}
 
 struct Started {
     process: VmmProcess,
@@ -115,9 +82,7 @@ async fn or_kill<T>(started: &Started, act: impl Future<Output = Result<T, VmmEr
 }
 
 async fn died(started: &Started, exit: process::Exit) -> VmmError {
-    // Its last words may still be in the pipe.
-    tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-    VmmError::Died { reason: exit_reason(exit, None), said: started.said.text() }
+    VmmError::Died { reason: exit_reason(exit, None), said: started.said.last_words().await }
 }
 
 /// What every connection begins with. The capability serves both saving and loading; unlike that of events it cannot be

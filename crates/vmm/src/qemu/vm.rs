@@ -12,9 +12,9 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::console;
-use super::qmp::{Qmp, within};
+use super::qmp::Qmp;
 use crate::dir::{AGENT_SOCKET, DEVICE_STATE, DISK, MEMORY};
-use crate::{ExitReason, ProcessIdentity, SaveError, SaveKind, Vm, VmDir, VmStatus, VmmError};
+use crate::{ExitReason, ProcessIdentity, SaveError, SaveKind, Vm, VmDir, VmStatus, VmmError, within};
 
 const NEW_STATE: &str = "device.state.new";
 /// How long a QEMU that was told to end, or killed, may take.
@@ -219,6 +219,10 @@ impl Vm for QemuVm {
 
     async fn agent(&self) -> Result<UnixStream, VmmError> {
         self.inner.dir().connect(AGENT_SOCKET)
+    }
+
+    fn agent_connects(&self) -> bool {
+        false
     }
 
     fn moved(&self, dir: &VmDir) {

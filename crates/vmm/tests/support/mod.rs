@@ -1,33 +1,106 @@
-//! What the driver's tests share: a pool, a kernel, a tiny guest, and counting what is left at the end.
+//! What the drivers' tests share: a pool, a kernel, a tiny guest, the scenarios, and counting what is left at the end.
+#![allow(dead_code, reason = "each driver's tests use their part of it")]
+
+pub mod scenarios;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use space_hostd::cgroup::{CgroupRoot, Limits, Weight};
 use space_hostd::host::Host;
 use space_hostd::pool::{Area, Pool, PoolSource};
 use space_hostd::service::{Config, Service};
 use space_hostd::uids::Slot;
-use space_vmm::guest_kernel::{self, GuestKernel};
-use space_vmm::qemu::{self, Qemu, QemuConfig};
-use space_vmm::{AfterRestore, Driver, Jail, SaveKind, Vm, VmDir, VmSpec, initramfs};
+use space_vmm::firecracker::{self, FirecrackerConfig};
+use space_vmm::guest_kernel::{self, GuestKernel, Module};
+use space_vmm::qemu::QemuConfig;
+use space_vmm::{AfterRestore, Driver, DriverConfig, ExitReason, Jail, SaveKind, Vm, VmDir, VmSpec, initramfs};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
 pub const MEMORY_MIB: u32 = 192;
+/// A hypervisor that emulates the guest's kernel takes many seconds for a few hundred page faults.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(120);
 const DISK_BYTES: u64 = 64 << 20;
 /// Users of one test's VMMs.
 const SLOTS: u32 = 16;
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Qemu,
+    Firecracker,
+}
+
+impl Kind {
+    /// The ways a guest can end itself, and what is then known.
+    pub fn ends(self) -> Vec<(&'static str, ExitReason)> {
+        match self {
+            Kind::Qemu => vec![
+                ("poweroff", ExitReason::GuestShutdown),
+                ("reboot", ExitReason::GuestReset),
+                ("panic", ExitReason::GuestReset),
+            ],
+            // Powering off needs ACPI, which not every guest kernel has.
+            Kind::Firecracker => vec![("reboot", ExitReason::GuestEnded), ("panic", ExitReason::GuestEnded)],
+        }
+    }
+
+    /// A boot of some kernels under some hypervisors takes most of a minute.
+    fn boot_patience(self) -> Duration {
+        Duration::from_secs(if self == Kind::Qemu { 25 } else { 150 })
+    }
+}
+
+/// A driver with a kernel it can boot.
+struct Machine {
+    config: DriverConfig,
+    image: PathBuf,
+    modules: Vec<Module>,
+    cmdline: String,
+}
+
 /// Everything a test makes, removed when it ends, however it ends.
 pub struct Bench {
+    pub kind: Kind,
     pub pool: Pool,
-    pub driver: Qemu,
+    pub driver: Arc<dyn Driver>,
     pub cgroups: CgroupRoot,
+    cmdline: String,
     _dir: tempfile::TempDir,
     slot: AtomicU32,
+}
+
+/// The program that the tests drive: named, or in one of the usual places.
+pub fn firecracker_program() -> Option<PathBuf> {
+    std::env::var_os("SPACE_FIRECRACKER").map(PathBuf::from).or_else(firecracker::find_program)
+}
+
+fn firecracker() -> Result<Machine, &'static str> {
+    let program = firecracker_program().ok_or("no firecracker: set SPACE_FIRECRACKER")?;
+    if !Path::new("/dev/kvm").exists() {
+        return Err("no /dev/kvm");
+    }
+    let image = std::env::var_os("SPACE_FIRECRACKER_KERNEL");
+    let image = image.ok_or("no guest kernel: set SPACE_FIRECRACKER_KERNEL to one that this host's KVM can run")?;
+    Ok(Machine {
+        config: DriverConfig::Firecracker(FirecrackerConfig::new(program)),
+        image: image.into(),
+        modules: Vec::new(),
+        cmdline: std::env::var("SPACE_FIRECRACKER_KERNEL_ARGS").unwrap_or_default(),
+    })
+}
+
+fn qemu(dir: &Path) -> Result<Machine, &'static str> {
+    if !Path::new(space_vmm::qemu::DEFAULT_PROGRAM).exists() {
+        return Err("qemu-system-x86 is not installed");
+    }
+    let kernel = kernel(dir)
+        .ok_or("no guest kernel: set SPACE_TEST_KERNEL (a prepared folder) or SPACE_TEST_KERNEL_DEB (a package)")?;
+    let config = DriverConfig::Qemu(QemuConfig::default());
+    Ok(Machine { config, image: kernel.image, modules: kernel.modules, cmdline: String::new() })
 }
 
 /// A folder laid out by `guest_kernel::extract`, or a package to extract it from.
@@ -45,22 +118,22 @@ fn kernel(dir: &Path) -> Option<GuestKernel> {
 
 impl Bench {
     /// `None`, with a word on the terminal, where the test cannot run.
-    pub fn new(name: &str) -> Option<Bench> {
+    pub fn new(kind: Kind, name: &str) -> Option<Bench> {
         let skip = |why: &str| {
-            eprintln!("SKIP: {why}");
+            eprintln!("skipped: {why}");
             None
         };
         if !nix::unistd::geteuid().is_root() {
             return skip("a real VM in a pool needs root");
         }
-        if !Path::new(space_vmm::qemu::DEFAULT_PROGRAM).exists() {
-            return skip("qemu-system-x86 is not installed");
-        }
         let dir = tempfile::tempdir().unwrap();
-        let Some(kernel) = kernel(dir.path()) else {
-            return skip(
-                "no guest kernel: set SPACE_TEST_KERNEL (a prepared folder) or SPACE_TEST_KERNEL_DEB (a package)",
-            );
+        let machine = match kind {
+            Kind::Qemu => qemu(dir.path()),
+            Kind::Firecracker => firecracker(),
+        };
+        let machine = match machine {
+            Ok(machine) => machine,
+            Err(why) => return skip(why),
         };
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/init.c");
         let init = dir.path().join("init");
@@ -68,13 +141,12 @@ impl Bench {
         if !built.is_ok_and(|status| status.success()) {
             return skip("the test guest needs gcc and a static libc");
         }
-        initramfs::build(&kernel.modules, &init, &dir.path().join("initramfs.img")).unwrap();
-        let image = PoolSource::LoopFile { image: dir.path().join("pool.img"), bytes: 2 << 30 };
+        initramfs::build(&machine.modules, &init, &dir.path().join("initramfs.img")).unwrap();
+        let image = PoolSource::LoopFile { image: dir.path().join("pool.img"), bytes: 4 << 30 };
         let pool = Pool::open(&dir.path().join("pool"), image).unwrap();
         let owner = format!("test-{}-{name}", std::process::id());
         let cgroups = CgroupRoot::new(&owner).unwrap();
-        let config = QemuConfig::default();
-        let program = config.host_program(kernel.image.clone(), dir.path().join("initramfs.img"));
+        let first = dir.path().join("initramfs.img");
         let service = Service::open(Config {
             owner,
             pool: pool.root().to_owned(),
@@ -84,18 +156,19 @@ impl Bench {
             build_env: Vec::new(),
             node: (0, 0),
             uids: (290_000 + std::process::id() % 500 * SLOTS, SLOTS),
-            vmms: [(qemu::NAME.to_owned(), program)].into(),
+            vmms: [(machine.config.name().to_owned(), machine.config.host_program(machine.image, first))].into(),
         });
-        let driver = Qemu::new(config, Host::here(service.unwrap()));
-        Some(Bench { pool, driver, cgroups, _dir: dir, slot: AtomicU32::new(0) })
+        let driver = machine.config.driver(Host::here(service.unwrap()));
+        Some(Bench { kind, pool, driver, cgroups, cmdline: machine.cmdline, _dir: dir, slot: AtomicU32::new(0) })
     }
 
     /// A specification with a user and a cgroup of its own.
     pub fn spec(&self, name: &str) -> VmSpec {
-        let slot = Slot(self.slot.fetch_add(1, Ordering::Relaxed));
+        let slot = Slot(self.slot.fetch_add(1, Ordering::Relaxed) % SLOTS);
         let limits = Limits { memory_bytes: 512 << 20, cpu_millis: 2000, pids: 64, weight: Weight::Normal };
         self.cgroups.create(name, limits).unwrap();
-        VmSpec { memory_mib: MEMORY_MIB, vcpus: 1, cmdline: String::new(), jail: Jail { slot, group: name.to_owned() } }
+        let jail = Jail { slot, group: name.to_owned() };
+        VmSpec { memory_mib: MEMORY_MIB, vcpus: 1, cmdline: self.cmdline.clone(), jail }
     }
 
     /// Boots a guest, saves it once it answers and makes a template of it.
@@ -104,13 +177,17 @@ impl Bench {
         std::fs::File::create(path.join("disk.img")).unwrap().set_len(DISK_BYTES).unwrap();
         let dir = VmDir::new(path);
         let vm = self.driver.boot(&self.spec("boot"), &dir).await.unwrap();
-        let mut agent = Agent::connect(&*vm).await;
-        if tokio::time::timeout(Duration::from_secs(25), agent.ask("ping")).await.is_err() {
+        let begun = Instant::now();
+        let up = async { Agent::connect(&*vm).await.ask("ping").await };
+        if tokio::time::timeout(self.kind.boot_patience(), up).await.is_err() {
             vm.drain_console().await.unwrap();
             panic!("the guest is not up: {}", std::fs::read_to_string(dir.file("console.log")).unwrap_or_default());
         }
+        eprintln!("boot: {:?}", begun.elapsed());
         vm.sync_ahead().await.unwrap();
+        let begun = Instant::now();
         vm.save(SaveKind::Full).await.unwrap();
+        eprintln!("full save: {:?}", begun.elapsed());
         self.pool.snapshot((Area::Tmp, "boot"), (Area::Templates, "t"), true).unwrap();
         vm.kill().await.unwrap();
         vm.wait().await;
@@ -136,6 +213,9 @@ impl Bench {
             cgroup.remove().unwrap();
         }
         self.cgroups.remove_if_empty();
+        for name in self.pool.list(Area::Sandboxes).unwrap() {
+            self.pool.delete(Area::Sandboxes, &name).unwrap();
+        }
     }
 }
 
@@ -164,8 +244,8 @@ impl Agent {
 
     pub async fn line(&mut self) -> String {
         let mut line = String::new();
-        let read = tokio::time::timeout(Duration::from_secs(30), self.0.read_line(&mut line)).await;
-        assert!(read.expect("the guest answers within 30 s").unwrap() > 0, "the channel closed");
+        let read = tokio::time::timeout(ANSWER_PATIENCE, self.0.read_line(&mut line)).await;
+        assert!(read.expect("the guest answers in time").unwrap() > 0, "the channel closed");
         line.trim_end().to_owned()
     }
 
