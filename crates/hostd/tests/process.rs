@@ -85,6 +85,34 @@ async fn the_child_has_what_it_was_given_and_nothing_else() {
 }
 
 #[tokio::test]
+async fn a_stopped_process_stands_until_it_is_let_go() {
+    if !root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let process = spawn(shell("while :; do echo x; sleep 0.01; done", dir.path(), None, vec![])).unwrap();
+    let length = || fs::metadata(dir.path().join("out")).map_or(0, |meta| meta.len());
+    while length() < 4 {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    assert!(!process.is_stopped());
+    process.stop().await.unwrap();
+    assert!(process.is_stopped() && open_existing(process.identity()).unwrap().is_stopped());
+    let before = length();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(length(), before);
+    process.go_on().unwrap();
+    while length() == before {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    process.stop().await.unwrap();
+    process.kill().unwrap();
+    assert_eq!(process.wait().await, Exit::Signal(9));
+    process.stop().await.unwrap();
+    assert!(!process.is_stopped());
+}
+
+#[tokio::test]
 async fn a_group_is_killed_and_removed_with_all_its_processes() {
     if !root() {
         return;
