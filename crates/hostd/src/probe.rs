@@ -37,18 +37,13 @@ impl KvmVerdict {
     pub fn sentence(&self) -> String {
         match self {
             KvmVerdict::Usable { module } => format!("/dev/kvm runs ordinary guests ({module})."),
-            KvmVerdict::Absent => "There is no /dev/kvm: guests run in software emulation.".to_owned(),
-            KvmVerdict::NoPermission => {
-                "/dev/kvm may not be opened by this user: add it to the group kvm, or guests run in software emulation."
-                    .to_owned()
-            }
+            KvmVerdict::Absent => "There is no /dev/kvm.".to_owned(),
+            KvmVerdict::NoPermission => "/dev/kvm may not be opened by this user.".to_owned(),
             KvmVerdict::Pvm { evidence } => {
-                format!(
-                    "/dev/kvm is PVM and not usable with an ordinary kernel: {evidence}; guests run in software emulation."
-                )
+                format!("/dev/kvm is PVM, which runs only kernels that are made for it: {evidence}.")
             }
             KvmVerdict::Broken { evidence } => {
-                format!("/dev/kvm does not run an ordinary guest: {evidence}; guests run in software emulation.")
+                format!("/dev/kvm does not run an ordinary guest: {evidence}.")
             }
         }
     }

@@ -116,6 +116,13 @@ pub fn open(out: &Path) -> Result<GuestKernel, KernelError> {
     Ok(GuestKernel { version, image: out.join("vmlinuz"), modules: order.lines().filter_map(module).collect() })
 }
 
+/// Whether a kernel is an ELF file, which every VMM can boot as it is.
+pub fn is_uncompressed(image: &Path) -> bool {
+    let mut head = [0; 4];
+    let read = fs::File::open(image).and_then(|mut file| std::io::Read::read_exact(&mut file, &mut head));
+    read.is_ok() && head == *b"\x7fELF"
+}
+
 /// The version in an uncompressed kernel's own words: `Linux version 6.12.1 (…`.
 fn find_banner(image: &Path) -> Result<Option<String>, KernelError> {
     const BANNER: &[u8] = b"Linux version ";
@@ -236,8 +243,9 @@ mod tests {
         fs::write(&image, b"\x7fELF...Linux version %s\0..Linux version 6.12.1-x (gcc) #1\n").unwrap();
         let kernel = open(&image).unwrap();
         assert_eq!((kernel.version.as_str(), kernel.modules.len()), ("6.12.1-x", 0));
+        assert!(is_uncompressed(&image));
         fs::write(&image, b"something else").unwrap();
-        assert!(matches!(open(&image), Err(KernelError::NotAKernel { .. })));
+        assert!(matches!(open(&image), Err(KernelError::NotAKernel { .. })) && !is_uncompressed(&image));
     }
 
     #[test]

@@ -201,6 +201,11 @@ impl Setup {
             report.done("guest kernel", false, &version);
             return Ok(());
         }
+        if config.kernel_dir.is_file() {
+            // It is the operator's.
+            let text = format!("vmm.kernel names the file {}: set-up does not replace it", config.kernel_dir.display());
+            return Err(Failure::usage(text));
+        }
         let (cloned, package) = (config.clone(), self.kernel_package.clone());
         let version = step(report.json, "fetching the guest kernel", move |say| match package {
             Some(path) => kernel::from_package(&cloned, &path),

@@ -5,45 +5,12 @@ use std::path::Path;
 
 use space_api::ListSandboxesQuery;
 use space_api::client::Client;
-use space_hostd::probe::{HostFacts, KvmVerdict};
-use space_vmm::firecracker;
+use space_hostd::probe::HostFacts;
 
-use super::{Finding, initramfs, kernel, leftovers, packages, pool, seed};
-use crate::config::{DriverChoice, ServerConfig};
+use super::{Finding, initramfs, kernel, leftovers, packages, pool, seed, vmm};
+use crate::config::ServerConfig;
 use crate::connect::ClientFile;
 use crate::output::size;
-
-/// Which driver this host gets, and why: the same words the server uses.
-pub fn driver(config: &ServerConfig, facts: &HostFacts) -> Finding {
-    const NAME: &str = "driver";
-    let sentence = facts.kvm.sentence();
-    let emulation = "Emulation runs CPU work at about a tenth, and QEMU's own policy does not call it a security boundary; \
-                     the jail around it holds all the same.";
-    match (config.driver, facts.kvm.is_usable()) {
-        (DriverChoice::Firecracker, _) => match config.vmm_program.clone().or_else(firecracker::find_program) {
-            Some(program) => {
-                Finding::ok(NAME, format!("firecracker ({}), as asked for. {sentence}", program.display()))
-            }
-            None => Finding::fail(
-                NAME,
-                format!("firecracker is asked for, and {} is not there", firecracker::PROGRAM_PLACES[0]),
-                "install the release, or name it with vmm.program",
-            ),
-        },
-        (DriverChoice::QemuKvm, false) => {
-            Finding::fail(NAME, format!("qemu-kvm is asked for. {sentence}"), "set vmm.driver to auto")
-        }
-        (DriverChoice::Auto | DriverChoice::QemuKvm, true) => Finding::ok(NAME, format!("qemu-kvm. {sentence}")),
-        (DriverChoice::QemuTcg, _) => Finding::ok(NAME, format!("qemu-tcg, as asked for. {emulation}")),
-        (DriverChoice::Auto, false) => {
-            let text = format!("qemu-tcg. {sentence} {emulation}");
-            match facts.kvm {
-                KvmVerdict::NoPermission => Finding::warn(NAME, text, "run the server as root"),
-                _ => Finding::ok(NAME, text),
-            }
-        }
-    }
-}
 
 fn rights(facts: &HostFacts) -> Finding {
     const NAME: &str = "rights";
@@ -163,7 +130,7 @@ pub async fn all(config: &ServerConfig, daemon: Option<&Path>) -> Vec<Finding> {
     let facts = tokio::task::spawn_blocking(space_hostd::probe::host).await.expect("the probe does not panic");
     let mut findings = vec![rights(&facts), system(), packages::check()];
     findings.extend(host(&facts));
-    findings.push(driver(config, &facts));
+    findings.push(vmm::check(config, &facts).await);
     findings.push(pool::check(config));
     findings.push(kernel::check(config));
     findings.push(initramfs::check(config, daemon));

@@ -8,6 +8,7 @@ pub mod leftovers;
 pub mod packages;
 pub mod pool;
 pub mod seed;
+pub mod vmm;
 
 use std::io;
 use std::path::Path;

@@ -14,19 +14,17 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use space_hostd::probe::{self, HostFacts};
+use space_hostd::probe;
 use space_hostd::service;
-use space_vmm::firecracker::{self, FirecrackerConfig};
-use space_vmm::qemu::{Accel, QemuConfig};
-use space_vmm::{DriverConfig, guest_kernel};
+use space_vmm::guest_kernel;
 
 use super::child::{Child, Kind, Plan};
 use super::lock::Lock;
 use super::role::{ControlRole, LogRole, NodeRole, Said};
 use super::{folders, users};
-use crate::config::{DriverChoice, ServerConfig};
+use crate::config::ServerConfig;
 use crate::failure::Failure;
-use crate::host::pool;
+use crate::host::{pool, vmm};
 
 /// Left to the host when the configuration does not say how much memory sandboxes may have.
 const HOST_SHARE: u64 = 8;
@@ -52,24 +50,6 @@ pub struct Running {
 
 pub(super) fn failure(error: impl std::error::Error + Send + Sync + 'static) -> Failure {
     Failure::from(anyhow::Error::from(error))
-}
-
-/// The driver, its name for people, and why it was chosen.
-fn driver(config: &ServerConfig, facts: &HostFacts) -> (DriverConfig, String, String) {
-    let defaults = QemuConfig::default();
-    let (accel, label) = match config.driver {
-        DriverChoice::Firecracker => {
-            let program = config.vmm_program.clone().or_else(firecracker::find_program);
-            let program = program.unwrap_or_else(|| PathBuf::from(firecracker::PROGRAM_PLACES[0]));
-            let reason = "It was asked for.".to_owned();
-            return (DriverConfig::Firecracker(FirecrackerConfig::new(program)), "firecracker".to_owned(), reason);
-        }
-        DriverChoice::QemuKvm => (Accel::Kvm, "qemu-kvm"),
-        DriverChoice::Auto if facts.kvm.is_usable() => (Accel::Kvm, "qemu-kvm"),
-        DriverChoice::Auto | DriverChoice::QemuTcg => (defaults.accel, "qemu-tcg"),
-    };
-    let program = config.vmm_program.clone().unwrap_or(defaults.program);
-    (DriverConfig::Qemu(QemuConfig { program, accel }), label.to_owned(), facts.kvm.sentence())
 }
 
 fn machine_name() -> String {
@@ -107,7 +87,7 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
     let total = pool.usage().map_err(failure)?.total;
     let users = users::of(&config.data_dir);
     folders::prepare(config, &users)?;
-    let (vmm, driver_label, driver_reason) = driver(config, &facts);
+    let chosen = vmm::choose(config.driver, config.vmm_program.clone(), &facts.kvm);
     let listen = |address: std::net::SocketAddr| {
         let hint = "is another server running, or is the address not this machine's?";
         TcpListener::bind(address).map_err(|e| Failure::new(format!("cannot listen on {address}: {e}; {hint}")))
@@ -131,7 +111,7 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
         build_env: PROXIES.iter().filter_map(|name| Some(format!("{name}={}", crate::env::get(name)?))).collect(),
         node: (users.node, users.node),
         uids: users.vmms,
-        vmms: [(vmm.name().to_owned(), vmm.host_program(kernel.image, initramfs))].into(),
+        vmms: [(chosen.driver.name().to_owned(), chosen.driver.host_program(kernel.image, initramfs))].into(),
     };
     let node = NodeRole {
         log: log.clone(),
@@ -139,9 +119,9 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
         data_dir: config.data_dir.clone(),
         host_socket,
         pool: pool.root().to_owned(),
-        vmm,
-        driver_label,
-        driver_reason,
+        vmm: chosen.driver,
+        driver_label: chosen.label.to_owned(),
+        driver_reason: chosen.reason,
         kernel_version: kernel.version,
         kernel_args: config.kernel_args.clone(),
         tokens,
