@@ -16,7 +16,7 @@ pub enum Profile {
     NoSockets,
     /// A VMM that makes Unix sockets itself, in its own folder.
     UnixSockets,
-    /// A service of ours without root's rights: any socket, no new namespaces.
+    /// A service of ours without root's rights: any socket, pipes with names, no new namespaces.
     Service,
     /// The root process and what it starts: only what none of them needs.
     Root,
@@ -103,6 +103,9 @@ const X32_BIT: u32 = 0x4000_0000;
 const NUMBER: u32 = 0;
 const ARCH: u32 = 4;
 const FIRST_ARGUMENT: u32 = 16;
+const THIRD_ARGUMENT: u32 = 32;
+/// The one node that a service makes: a pipe, for itself and the VMM that it gives it to.
+const PIPE: u32 = libc::S_IFIFO | 0o600;
 
 const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
 const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
@@ -122,20 +125,30 @@ fn call(number: libc::c_long) -> u32 {
     u32::try_from(number).expect("system call numbers are small")
 }
 
+fn refuse(program: &mut Vec<sock_filter>, numbers: &[libc::c_long], errno: i32) {
+    for number in numbers {
+        program.extend([step(IF_EQUAL, call(*number), 0, 1), answer(errno)]);
+    }
+}
+
 /// The program for a profile. Only for x86-64, as everything here is.
 pub fn program(profile: Profile) -> Vec<sock_filter> {
     let kill = step(RETURN, libc::SECCOMP_RET_KILL_PROCESS, 0, 0);
     let mut program = vec![step(LOAD, ARCH, 0, 0), step(IF_EQUAL, AUDIT_ARCH_X86_64, 1, 0), kill];
     program.extend([step(LOAD, NUMBER, 0, 0), step(IF_AT_LEAST, X32_BIT, 0, 1), kill]);
-    let mut refuse = |numbers: &[libc::c_long], errno| {
-        for number in numbers {
-            program.extend([step(IF_EQUAL, call(*number), 0, 1), answer(errno)]);
-        }
-    };
-    refuse(NEVER, libc::EPERM);
+    refuse(&mut program, NEVER, libc::EPERM);
+    if profile == Profile::Service {
+        program.extend([
+            step(IF_EQUAL, call(libc::SYS_mknodat), 0, 4),
+            step(LOAD, THIRD_ARGUMENT, 0, 0),
+            step(IF_EQUAL, PIPE, 0, 1),
+            step(RETURN, libc::SECCOMP_RET_ALLOW, 0, 0),
+            step(LOAD, NUMBER, 0, 0),
+        ]);
+    }
     if profile != Profile::Root {
-        refuse(ROOT_ONLY, libc::EPERM);
-        refuse(&[libc::SYS_clone3], libc::ENOSYS);
+        refuse(&mut program, ROOT_ONLY, libc::EPERM);
+        refuse(&mut program, &[libc::SYS_clone3], libc::ENOSYS);
         program.extend([
             step(IF_EQUAL, call(libc::SYS_clone), 0, 4),
             step(LOAD, FIRST_ARGUMENT, 0, 0),
@@ -145,9 +158,7 @@ pub fn program(profile: Profile) -> Vec<sock_filter> {
         ]);
     }
     if profile == Profile::NoSockets {
-        for number in SOCKETS {
-            program.extend([step(IF_EQUAL, call(*number), 0, 1), answer(libc::EPERM)]);
-        }
+        refuse(&mut program, SOCKETS, libc::EPERM);
     }
     if profile == Profile::UnixSockets {
         program.extend([
@@ -227,6 +238,12 @@ mod tests {
         for profile in [Profile::NoSockets, Profile::UnixSockets, Profile::Service] {
             assert_eq!(ask(profile, libc::SYS_mount, 0), eperm);
             assert_eq!(ask(profile, libc::SYS_clone, libc::CLONE_NEWUSER), eperm);
+        }
+        for profile in [Profile::NoSockets, Profile::UnixSockets, Profile::Service] {
+            let pipe = if profile == Profile::Service { allow } else { eperm };
+            assert_eq!(ask(profile, libc::SYS_mknodat, PIPE as i32), pipe);
+            assert_eq!(ask(profile, libc::SYS_mknodat, (libc::S_IFCHR | 0o600) as i32), eperm);
+            assert_eq!(ask(profile, libc::SYS_mknod, PIPE as i32), eperm);
         }
         assert_eq!(ask(Profile::Root, libc::SYS_mount, 0), allow);
         assert_eq!(ask(Profile::Service, libc::SYS_socket, libc::AF_INET), allow);
