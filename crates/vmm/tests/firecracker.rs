@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::collections::BTreeSet;
 use std::io::Read;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
@@ -34,6 +35,7 @@ async fn firecracker_does_what_every_driver_must() {
         a_save_of_what_changed_is_the_memory_of_the_vm
         a_state_that_does_not_fit_is_refused
         a_renamed_vm_goes_on
+        it_is_kept_in_its_jail
     );
 }
 
@@ -175,6 +177,37 @@ async fn a_renamed_vm_goes_on(bench: &Bench) {
     vm.save(SaveKind::Changed).await.unwrap();
     assert_saved(&*vm, &VmDir::new(&path), "renamed");
     assert_eq!(vm.status().await.unwrap(), VmStatus::Paused);
+    scenarios::end(&*vm).await;
+    bench.assert_nothing_left();
+}
+
+/// What `/proc` and the file system say of a Firecracker that runs.
+async fn it_is_kept_in_its_jail(bench: &Bench) {
+    let (vm, dir) = bench.restore("jailed", AfterRestore::Run).await;
+    let pid = vm.identity().pid;
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap();
+    let status = read("status");
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim();
+    assert_eq!((field("CapEff:"), field("CapBnd:")), ("0000000000000000", "0000000000000000"));
+    assert_eq!((field("NoNewPrivs:"), field("Seccomp:")), ("1", "2"));
+    for kind in ["mnt", "pid", "ipc", "uts", "net"] {
+        let of = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/{kind}")).unwrap();
+        assert_ne!(of("self"), of(&pid.to_string()), "{kind}");
+    }
+    let mounts = read("mountinfo");
+    let places: Vec<_> = mounts.lines().filter_map(|line| line.split(' ').nth(4)).collect();
+    assert_eq!(places, ["/dev", "/vm", "/"], "{mounts}");
+    let devices: BTreeSet<_> =
+        std::fs::read_dir(format!("/proc/{pid}/root/dev")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(devices, ["kvm", "null", "urandom"].map(Into::into).into());
+
+    // Of its folder it owns what it was given, and it can make nothing new: in no folder that it may write to.
+    let user: u32 = field("Uid:").split_whitespace().next().unwrap().parse().unwrap();
+    for (folder, mode) in [("", 0o711), ("run", 0o710)] {
+        let meta = std::fs::metadata(dir.file(folder)).unwrap();
+        assert_ne!(meta.uid(), user, "{folder:?}");
+        assert_eq!(meta.mode() & 0o7777, mode, "{folder:?}");
+    }
     scenarios::end(&*vm).await;
     bench.assert_nothing_left();
 }
