@@ -12,7 +12,7 @@ mod cli;
 mod registry;
 mod server;
 
-pub use api::{Api, Sandbox};
+pub use api::{Answer, Api, Sandbox};
 pub use attach::{Attached, Ended};
 pub use cli::{Output, space};
 pub use registry::Registry;

@@ -1,5 +1,6 @@
 //! Servers under test: the shared one, and own ones that may be killed.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -35,9 +36,11 @@ impl Server {
         let base = base().context("SPACE_TEST_DATA_DIR is not set")?;
         let own = tempfile::Builder::new().prefix("own-").tempdir_in(base.join("pool"))?;
         let data = own.path().to_path_buf();
-        for dir in ["pool", "pool/templates", "pool/sandboxes", "pool/tmp", "run"] {
+        for dir in ["pool", "pool/templates", "pool/sandboxes", "pool/tmp", "run", "drill"] {
             std::fs::create_dir_all(data.join(dir))?;
         }
+        // Whichever process reaches a point removes the file.
+        std::fs::set_permissions(data.join("drill"), std::fs::Permissions::from_mode(0o777))?;
         for entry in std::fs::read_dir(base.join("pool/templates"))? {
             let entry = entry?;
             run(Command::new("/usr/bin/btrfs")
@@ -92,6 +95,7 @@ impl Server {
             .env("SPACE_DATA_DIR", &self.data_dir)
             .env("SPACE_LISTEN", "127.0.0.1:0")
             .env("SPACE_DATA_LISTEN", "127.0.0.1:0")
+            .env("SPACE_DRILL", self.drill())
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
@@ -125,6 +129,11 @@ impl Server {
 
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
+    }
+
+    /// The file that names the point where one process of this server dies next; gone when it has.
+    pub fn drill(&self) -> PathBuf {
+        self.data_dir.join("drill/point")
     }
 
     /// As a crash would: no handler runs.

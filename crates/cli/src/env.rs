@@ -33,6 +33,7 @@ variables! {
     WARM_PER_TEMPLATE = "SPACE_WARM_PER_TEMPLATE", "parked VMs of each template: auto or a number (warm.per_template)";
     LIMITS_MEMORY = "SPACE_LIMITS_MEMORY", "memory that sandboxes may use together (limits.memory)";
     LIMITS_SANDBOXES = "SPACE_LIMITS_SANDBOXES", "sandboxes at the same time (limits.sandboxes)";
+    DRILL = "SPACE_DRILL", "tests only: a file that names the point where a process of the server dies";
     NO_COLOR = "NO_COLOR", "any value: no colours";
     TERM = "TERM", "passed to programs that get a terminal";
 }

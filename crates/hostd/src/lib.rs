@@ -10,6 +10,7 @@ pub mod cgroup;
 pub mod host;
 pub mod jail;
 mod kvm;
+pub mod points;
 pub mod pool;
 pub mod probe;
 pub mod process;

@@ -24,6 +24,7 @@ fn run() -> Result<(), String> {
     let mut line = String::new();
     lifeline.by_ref().take(CONFIG_MAX_BYTES).read_line(&mut line).map_err(|error| error.to_string())?;
     let config: Config = serde_json::from_str(&line).map_err(|error| format!("the configuration: {error}"))?;
+    config.drill.clone().into_iter().for_each(space_hostd::points::obey);
     let service = Service::open(config).map_err(|error| error.to_string())?;
     std::thread::spawn(move || {
         let _ = lifeline.read(&mut [0]);

@@ -234,6 +234,11 @@ pub(crate) fn find(identity: ProcessIdentity) -> Result<OwnedFd, ProcessError> {
     Ok(pidfd)
 }
 
+/// The identity of a process that runs now.
+pub(crate) fn identity(pid: u32) -> io::Result<ProcessIdentity> {
+    Ok(ProcessIdentity { pid, start_time: start_time(pid)? })
+}
+
 /// The user a process runs as.
 pub(crate) fn user(pid: u32) -> Option<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use nix::sys::socket::{SockFlag, accept4, getsockopt, setsockopt, sockopt};
 
+use crate::points;
 use crate::protocol::{self, HostError, MESSAGE_MAX_BYTES, Reply, Request};
 use crate::service::Service;
 
@@ -61,13 +62,33 @@ fn may_ask(service: &Service, socket: &OwnedFd) -> bool {
 fn answer(service: &Service, socket: &OwnedFd) -> io::Result<()> {
     setsockopt(socket, sockopt::SndBuf, &(2 * MESSAGE_MAX_BYTES))?;
     while let Some((request, fds)) = protocol::receive::<Request>(socket.as_raw_fd())? {
+        let point = point_of(&request);
+        if point.is_some() {
+            points::reach("host.before");
+        }
         let (answer, given): (Result<Reply, HostError>, _) = match service.handle(request, fds) {
             Ok((reply, given)) => (Ok(reply), given),
             Err(error) => (Err(error), Vec::new()),
         };
+        point.into_iter().for_each(points::reach);
         protocol::send(socket.as_raw_fd(), &answer, &protocol::raw(&given))?;
     }
     Ok(())
+}
+
+/// Where a drill can end us between what a request does and its answer.
+fn point_of(request: &Request) -> Option<&'static str> {
+    Some(match request {
+        Request::Snapshot { .. } => "host.snapshot",
+        Request::Rename { .. } => "host.rename",
+        Request::Delete { .. } => "host.delete",
+        Request::CreateGroup { .. } => "host.group",
+        Request::EndGroup { .. } => "host.group_end",
+        Request::Start(_) => "host.start",
+        Request::Kill { .. } => "host.kill",
+        Request::Build(_) => "host.build",
+        _ => return None,
+    })
 }
 
 #[allow(unsafe_code, reason = "a descriptor that the kernel has just made for us")]

@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use nix::libc;
 use serde::{Deserialize, Serialize};
 
-use crate::cgroup::CgroupRoot;
+use crate::cgroup::{Cgroup, CgroupRoot};
 use crate::jail::{Contents, Jail, JailRoot};
 use crate::pool::{Area, Pool};
 use crate::process::{self, Exit, Output, ProcessIdentity, Rights, Rlimits, SpawnSpec};
@@ -53,6 +53,8 @@ pub struct Config {
     /// First user id of VMMs, and how many there are.
     pub uids: (u32, u32),
     pub vmms: BTreeMap<String, Program>,
+    /// See [`crate::points`].
+    pub drill: Option<PathBuf>,
 }
 
 /// The root process's state.
@@ -81,6 +83,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> HostError {
     let path = path.to_owned();
     move |error| HostError::Failed(format!("cannot {action} {}: {error}", path.display()))
+}
+
+/// The process of a group that has this user.
+fn running(uid: u32, group: &Cgroup) -> Option<(ProcessIdentity, OwnedFd)> {
+    let pid = group.pids().ok()?.into_iter().find(|pid| process::user(*pid) == Some(uid))?;
+    let identity = process::identity(pid).ok()?;
+    Some((identity, process::find(identity).ok()?))
 }
 
 /// Opens a file or folder itself, never what a link leads to, and never a device's or pipe's other end.
@@ -274,7 +283,8 @@ impl Service {
         // Held until the new process is in it: two starts never get the same user.
         let mut users = lock(&self.users);
         if users.get(&uid).is_some_and(|pidfd| !process::has_ended(pidfd)) {
-            return Err(HostError::Refused(format!("slot {} is in use", start.slot.0)));
+            // Asked for again, because the root process ended before it could answer: it is there.
+            return running(uid, &group).ok_or_else(|| HostError::Refused(format!("slot {} is in use", start.slot.0)));
         }
         for name in &start.given {
             self.hand_over(&folder.join(name), uid)?;

@@ -21,9 +21,10 @@ impl Runs {
         for name in self.config.host.list(Area::Sandboxes)? {
             let dir = self.config.host.path(Area::Sandboxes, &name)?;
             let record = Record::read(&dir).filter(|record| record.sandbox.as_str() == name);
-            let Some(record) = record.filter(|record| record.vmm.is_some()) else {
+            let group = record.as_ref().map_or_else(|| name.clone(), |record| record.cgroup.clone());
+            let Some(record) = record.filter(|record| record.vmm.is_some() && record.confirmed) else {
                 tracing::info!(name, "removing a sandbox that was half made");
-                run::destroy(self, Area::Sandboxes, &name, &name, None).await?;
+                run::destroy(self, Area::Sandboxes, &name, &group, None).await?;
                 continue;
             };
             kept.insert(record.cgroup.clone());

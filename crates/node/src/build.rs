@@ -16,6 +16,7 @@ use std::time::Duration;
 use space_core::limits;
 use space_hostd::cgroup::Weight;
 use space_hostd::host::Host;
+use space_hostd::points;
 use space_hostd::pool::Area;
 use space_hostd::protocol::Build;
 use space_image::digest::{self, ManifestEntry};
@@ -172,6 +173,7 @@ async fn build(runs: &Arc<Runs>, request: &BuildTemplateRequest, report: &Report
     crate::capacity::check_pool(&runs.config.host, runs.config.pool_reserve_bytes + (512 << 20))?;
     let scratch = Scratch::new(runs);
     let folder = runs.config.host.create(Area::Tmp, &scratch.name)?;
+    points::reach("build.created");
     let id = uuid::Uuid::new_v5(&uuid::Uuid::NAMESPACE_URL, request.source.as_bytes());
     let order = Order {
         source: request.source.clone(),
@@ -182,9 +184,13 @@ async fn build(runs: &Arc<Runs>, request: &BuildTemplateRequest, report: &Report
     let progress = Report { events: report.events.clone(), cancelled: report.cancelled.clone() };
     let name = scratch.name.clone();
     let built = runs.blocking(move |runs| build_disk(&runs.config.host, &name, &source, &order, &progress)).await?;
+    points::reach("build.disk");
     let meta = meta(runs, request, &options, built).await?;
     freeze(runs, &scratch, &folder, &options, &meta, report).await?;
-    publish(runs, &scratch, folder, meta, report).await
+    points::reach("build.frozen");
+    let template = publish(runs, &scratch, folder, meta, report).await?;
+    points::reach("build.published");
+    Ok(template)
 }
 
 async fn meta(

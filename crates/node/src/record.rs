@@ -27,6 +27,8 @@ pub struct Record {
     pub cgroup: String,
     pub started_unix_ms: i64,
     pub vmm: Option<ProcessIdentity>,
+    /// The guest has confirmed its refresh. Until then the VM is half made, however alive.
+    pub confirmed: bool,
 }
 
 impl Record {

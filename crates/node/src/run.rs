@@ -1,7 +1,7 @@
 //! One VM of a sandbox, from the snapshot of a template to the last trace of it.
 //!
 //! ```text
-//! snapshot ─▶ record ─▶ VMM restored ─▶ record with its pid ─▶ guest refreshed ─▶ Live
+//! snapshot ─▶ record ─▶ VMM restored ─▶ record with its pid ─▶ guest refreshed ─▶ record confirmed ─▶ Live
 //! ```
 //! Every step may be the last this process does: what is there then is found by name (the subvolume, the cgroup) at the
 //! next start. `destroy` removes a VM in whatever step it is, and may be repeated.
@@ -14,6 +14,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use space_core::SandboxId;
 use space_hostd::cgroup::{Limits, Weight};
 use space_hostd::host::Group;
+use space_hostd::points;
 use space_hostd::pool::Area;
 use space_hostd::uids::{Slot, Slots};
 use space_proto::guest::RefreshRequest;
@@ -46,6 +47,25 @@ pub struct Live {
     pub record: Record,
     pub machine: Machine,
     pub guest: Guest,
+}
+
+impl Live {
+    /// A VM whose guest has confirmed its identity. Only from here on the next start of the service would adopt it: one that
+    /// has no clock, entropy and name of its own must never pass for a sandbox.
+    pub async fn confirmed(
+        runs: &Arc<Runs>,
+        mut record: Record,
+        machine: Machine,
+        guest: Guest,
+    ) -> Result<Self, NodeError> {
+        record.confirmed = true;
+        if let Err(error) = record.write(&machine.dir) {
+            machine.destroy(runs).await?;
+            return Err(error);
+        }
+        points::reach("run.confirmed");
+        Ok(Self { record, machine, guest })
+    }
 }
 
 /// A slot that goes back when the VMM is gone.
@@ -148,10 +168,13 @@ pub async fn restore(
     let started = async {
         if let Some(record) = record {
             Record { slot: slot.slot, ..record.clone() }.write(&dir)?;
+            points::reach("run.recorded");
         }
         let vm: Arc<dyn Vm> = Arc::from(runs.config.driver.restore(&spec, &VmDir::new(&dir), AfterRestore::Run).await?);
         if let Some(record) = record {
+            points::reach("run.started");
             Record { slot: slot.slot, vmm: Some(vm.identity()), ..record.clone() }.write(&dir)?;
+            points::reach("run.named");
         }
         Ok(vm)
     };
@@ -180,11 +203,14 @@ pub async fn destroy(
         vm.kill().await?;
         // The end of the process frees its files; a second is long for that.
         let _ = tokio::time::timeout(Duration::from_secs(10), vm.wait()).await;
+        points::reach("delete.killed");
     }
     let (name, group) = (name.to_owned(), group.to_owned());
     runs.blocking(move |runs| {
         runs.config.host.group(&group).end()?;
-        Ok(runs.config.host.delete(area, &name)?)
+        runs.config.host.delete(area, &name)?;
+        points::reach("delete.removed");
+        Ok(())
     })
     .await
 }

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use space_core::{RunRef, SandboxId, limits};
 use space_hostd::cgroup::Weight;
+use space_hostd::points;
 use space_hostd::pool::Area;
 use space_hostd::uids::Slots;
 use space_proto::guest::RefreshRequest;
@@ -330,6 +331,7 @@ impl Runs {
             cgroup: run.sandbox.to_string(),
             started_unix_ms: unix_ms(),
             vmm: None,
+            confirmed: false,
         };
         self.warm.wanted(&template);
         let mut promise = Some(self.promise(template.meta.memory_mib).await?);
@@ -354,9 +356,10 @@ impl Runs {
         let vm = machine.vm.clone();
         match Guest::refreshed(vm, Some(&run.sandbox), run.run.0, refresh, GUEST_PATIENCE).await {
             Ok(guest) => {
+                points::reach("run.refreshed");
                 record.slot = machine.slot.slot;
                 record.vmm = Some(machine.vm.identity());
-                Ok(Live { record, machine, guest })
+                Live::confirmed(self, record, machine, guest).await
             }
             Err(error) => {
                 machine.destroy(self).await?;
@@ -378,16 +381,22 @@ impl Runs {
         record.vmm = Some(machine.vm.identity());
         let claimed = async {
             record.write(&machine.dir)?;
+            points::reach("claim.recorded");
             machine.move_to(self, &record.sandbox)?;
+            points::reach("claim.moved");
             machine.group.set_weight(Weight::Normal)?;
             machine.vm.resume().await?;
+            points::reach("claim.resumed");
             let (mut client, _) = guest.client().await?;
             let mut refresh = tonic::Request::new(RefreshRequest { realtime_ns: now_ns(), ..refresh });
             refresh.set_timeout(GUEST_PATIENCE);
             client.refresh(refresh).await.map_err(|status| NodeError::Guest(status.message().to_owned()))
         };
         match claimed.await {
-            Ok(_) => Ok(Live { record: record.clone(), machine, guest }),
+            Ok(_) => {
+                points::reach("claim.refreshed");
+                Live::confirmed(self, record.clone(), machine, guest).await
+            }
             Err(error) => {
                 machine.destroy(self).await?;
                 Err(error)

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use space_hostd::points;
 use space_hostd::pool::Area;
 use space_proto::guest::attach_input::Kind as In;
 use space_proto::guest::{AttachInput, AttachOpen, ProcessSpec, QuiesceRequest, ReserveRequest};
@@ -209,10 +210,13 @@ async fn prepare(runs: &Arc<Runs>, template: Arc<Template>) -> Result<(Machine, 
     let promise = runs.memory.promise(template.meta.memory_mib)?;
     let mut machine = run::restore(runs, template, Area::Tmp, &name, None, promise).await?;
     let warmed = async {
+        points::reach("warm.restored");
         let guest = Guest::refreshed(machine.vm.clone(), None, 0, refresh, GUEST_PATIENCE).await?;
         run_once(&guest, &["/bin/sh", "-c", "echo"]).await?;
         quiesce(&guest).await?;
+        points::reach("warm.quiet");
         machine.vm.pause().await?;
+        points::reach("warm.parked");
         Ok((guest, machine.group.memory_used()?))
     };
     match warmed.await {

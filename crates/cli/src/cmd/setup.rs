@@ -237,7 +237,7 @@ impl Setup {
             let client = Client::new(&running.url, Some(&running.admin_key))?;
             let built = tokio::select! {
                 built = seed::ensure(config, &client, silent) => built,
-                failure = running.failed() => Err(failure),
+                never = running.keep() => match never {},
                 number = signals.fatal() => Err(interrupted(number)),
             };
             running.stop().await;

@@ -95,11 +95,11 @@ impl Up {
         if !self.behind {
             announce(config, &running.url, json);
         }
-        let failed = tokio::select! {
-            failure = running.failed() => Some(failure),
-            _ = signals.fatal() => None,
-        };
-        if failed.is_none() && self.delete_on_exit {
+        tokio::select! {
+            never = running.keep() => match never {},
+            _ = signals.fatal() => {}
+        }
+        if self.delete_on_exit {
             let client = Client::new(&file.url, Some(&file.key))?;
             for (id, result) in delete_many(&client, all_ids(&client).await?).await {
                 if let Err(error) = result {
@@ -112,9 +112,6 @@ impl Up {
             _ = signals.fatal() => {}
         }
         let _ = std::fs::remove_file(&path);
-        if let Some(failure) = failed {
-            return Err(failure);
-        }
         let left = leftovers::vmms(config).len();
         if left > 0 {
             note(format!(

@@ -18,6 +18,7 @@ use space_control::{ControlConfig, NodeEndpoint};
 use space_core::token::TokenVerifier;
 use space_hostd::build;
 use space_hostd::host::Host;
+use space_hostd::points;
 use space_hostd::process::inherited;
 use space_image::remote::{self, Places};
 use space_node::{Node, NodeConfig, WarmSize};
@@ -73,6 +74,7 @@ pub struct NodeRole {
     pub sandboxes_max: u32,
     pub pool_reserve_bytes: u64,
     pub warm: WarmSize,
+    pub drill: Option<PathBuf>,
 }
 
 #[derive(Clone, Serialize, Deserialize)]
@@ -81,6 +83,7 @@ pub struct ControlRole {
     /// Of its own.
     pub dir: PathBuf,
     pub node_socket: PathBuf,
+    pub drill: Option<PathBuf>,
 }
 
 /// What a role says once, on the descriptor after its doors.
@@ -146,6 +149,7 @@ fn copy(fd: &OwnedFd) -> Result<OwnedFd, Failure> {
 fn node() -> Result<i32, Failure> {
     let role: NodeRole = told()?;
     let lock = taken(LOCK)?;
+    role.drill.clone().into_iter().for_each(points::obey);
     let (data, grpc, answer) = (taken(FIRST_DOOR)?, taken(FIRST_DOOR + 1)?, taken(FIRST_DOOR + 2)?);
     super::log::start(&role.log.filter, role.log.format, None)?;
     let ready = copy(&answer)?;
@@ -196,6 +200,13 @@ fn control() -> Result<i32, Failure> {
         let address = listener.local_addr().map_err(failure)?;
         let mut config = ControlConfig::new(address, role.dir, NodeEndpoint::Unix(role.node_socket));
         config.listener = Some(Arc::new(listener));
+        if let Some(file) = role.drill {
+            points::obey(file);
+            config.points = space_control::Points::new(|point| {
+                points::reach(point);
+                false
+            });
+        }
         let mut terminate = signal(SignalKind::terminate()).map_err(failure)?;
         let (sender, started) = oneshot::channel();
         let serving = space_control::serve(config, sender, async move {

@@ -9,6 +9,7 @@
 //! Sockets are opened here and inherited, so that a client of a process that is started anew waits instead of failing. The
 //! children end with us, whatever ends us: each watches a pipe of ours.
 
+use std::convert::Infallible;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -31,9 +32,11 @@ const HOST_SHARE: u64 = 8;
 /// Room of the pool that running guests may still need; of a small pool, a part of it.
 const POOL_RESERVE_BYTES: u64 = 1 << 30;
 const POOL_RESERVE_PART: u64 = 8;
-/// Ends of children within this time that make a server give up.
-const DEATHS_MAX: usize = 6;
+/// Ends of children within a time; what is beyond some makes the next start wait.
+const DEATHS_FREE: usize = 30;
 const DEATHS_WITHIN: Duration = Duration::from_secs(60);
+const PAUSE_STEP: Duration = Duration::from_millis(250);
+const PAUSE_MAX: Duration = Duration::from_secs(15);
 /// A node finishes the VM it is parking; the control plane its open requests.
 const STOP_PATIENCE: Duration = Duration::from_secs(30);
 /// Of builds, where the host needs one.
@@ -45,7 +48,6 @@ pub struct Running {
     host: Child,
     node: Child,
     control: Child,
-    deaths: Vec<Instant>,
 }
 
 pub(super) fn failure(error: impl std::error::Error + Send + Sync + 'static) -> Failure {
@@ -101,6 +103,7 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
     folders::give(&config.control_dir(), users.control)?;
     let log = LogRole { filter: config.log.clone(), format: config.log_format };
     let own = std::env::current_exe().map_err(failure)?;
+    let drill = crate::env::get(crate::env::DRILL).map(PathBuf::from);
 
     let host = service::Config {
         owner: users.owner.clone(),
@@ -112,6 +115,7 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
         node: (users.node, users.node),
         uids: users.vmms,
         vmms: [(chosen.driver.name().to_owned(), chosen.driver.host_program(kernel.image, initramfs))].into(),
+        drill: drill.clone(),
     };
     let node = NodeRole {
         log: log.clone(),
@@ -131,8 +135,9 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
         cpus: u32::try_from(facts.cpus).unwrap_or(1),
         pool_reserve_bytes: POOL_RESERVE_BYTES.min(total / POOL_RESERVE_PART),
         warm: config.warm,
+        drill: drill.clone(),
     };
-    let control = ControlRole { log, dir: config.control_dir(), node_socket };
+    let control = ControlRole { log, dir: config.control_dir(), node_socket, drill };
     let share = || lock.try_clone().map_err(failure);
     let role = |name: &str| vec!["role".to_owned(), name.to_owned()];
     Ok(Plans {
@@ -180,32 +185,17 @@ pub async fn start(config: &ServerConfig, lock: &Lock) -> Result<Running, Failur
     let mut control = Child::start(plans.control)?;
     match control.said().await? {
         Said::Serving { address, admin_key } => {
-            Ok(Running { url: format!("http://{address}"), admin_key, host, node, control, deaths: Vec::new() })
+            Ok(Running { url: format!("http://{address}"), admin_key, host, node, control })
         }
         _ => Err(Failure::new("the control plane said something else than that it serves")),
     }
 }
 
 impl Running {
-    /// Starts anew what dies. Ready when that happens too often, or does not work.
-    pub async fn failed(&mut self) -> Failure {
-        loop {
-            let (child, said) = tokio::select! {
-                exit = self.host.process.wait() => (&mut self.host, exit),
-                exit = self.node.process.wait() => (&mut self.node, exit),
-                exit = self.control.process.wait() => (&mut self.control, exit),
-            };
-            tracing::warn!(process = child.name(), exit = ?said, "a process of the server ended; starting it anew");
-            let now = Instant::now();
-            self.deaths.retain(|death| now.duration_since(*death) < DEATHS_WITHIN);
-            self.deaths.push(now);
-            if self.deaths.len() > DEATHS_MAX {
-                return Failure::new(format!("{} ended again and again, last with {said:?}", child.name()));
-            }
-            if let Err(error) = child.restart().await {
-                return Failure::new(format!("{} cannot be started anew: {error}", child.name()));
-            }
-        }
+    /// Starts anew what dies, as often as it does: sandboxes run on, and only a server can reach them.
+    pub async fn keep(&mut self) -> Infallible {
+        // Each on its own: one that cannot start may be waiting for another.
+        tokio::join!(keep(&mut self.host), keep(&mut self.node), keep(&mut self.control)).0
     }
 
     /// Ends all three; sandboxes go on.
@@ -215,6 +205,30 @@ impl Running {
         }
         // It has nothing to finish: what it does may be repeated.
         self.host.stop(Duration::ZERO).await;
+    }
+}
+
+/// Starts a child anew whenever it ends. Each death soon after others makes it wait longer.
+async fn keep(child: &mut Child) -> Infallible {
+    let mut deaths: Vec<Instant> = Vec::new();
+    loop {
+        let exit = child.process.wait().await;
+        tracing::warn!(process = child.name(), ?exit, "a process of the server ended; starting it anew");
+        loop {
+            let now = Instant::now();
+            deaths.retain(|death| now.duration_since(*death) < DEATHS_WITHIN);
+            deaths.push(now);
+            let many = u32::try_from(deaths.len().saturating_sub(DEATHS_FREE)).unwrap_or(u32::MAX);
+            if many > 0 {
+                tokio::time::sleep(PAUSE_STEP.saturating_mul(many).min(PAUSE_MAX)).await;
+            }
+            match child.restart().await {
+                Ok(()) => break,
+                Err(error) => {
+                    tracing::error!(process = child.name(), error = error.message, "it could not be started anew");
+                }
+            }
+        }
     }
 }
 

@@ -148,6 +148,7 @@ impl Bench {
         let cgroups = CgroupRoot::new(&owner).unwrap();
         let first = dir.path().join("initramfs.img");
         let service = Service::open(Config {
+            drill: None,
             owner,
             pool: pool.root().to_owned(),
             jails: dir.path().join("jails"),
