@@ -158,12 +158,15 @@ async fn signals_timeouts_and_terminals() -> Result<()> {
     assert_eq!(sandbox.sh("pgrep -x sleep | wc -l").await?.text(), "0");
 
     let size = json!({"terminal": {"cols": 93, "rows": 31}, "stdin": true});
-    let mut shell = sandbox.attach(&["sh", "-c", "stty size; tty; read x; stty size; sleep 100"], size).await?;
+    let mut shell = sandbox.attach(&["sh", "-c", "stty size; tty; read x; stty size; exec cat"], size).await?;
     shell.until("31 93", 60).await?;
     shell.until("/dev/pts/", 60).await?;
     shell.send(Frame::Resize(TerminalSize { cols: 100, rows: 40 })).await?;
     shell.input(b"\n").await?;
     shell.until("40 100", 60).await?;
+    // A shell may lose it while it starts a program; this one has answered.
+    shell.input(b"well\n").await?;
+    shell.until("well\r\nwell", 60).await?;
     shell.input(b"\x03").await?;
     assert_eq!(shell.finish().await?.code, 130);
     Ok(())
