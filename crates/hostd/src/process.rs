@@ -387,6 +387,12 @@ pub fn inherited(fd: i32) -> io::Result<OwnedFd> {
     crate::spawn::inherited(fd)
 }
 
+/// No program started from here on by this process inherits its descriptors, nor those that it was given by whoever started
+/// it: a server that lives for weeks would hold their files and locks. The standard ones stay.
+pub fn keep_descriptors() {
+    crate::spawn::keep_descriptors();
+}
+
 /// The capabilities of `space-hostd`: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, SYS_CHROOT,
 /// SYS_ADMIN, SYS_RESOURCE, MKNOD, SETFCAP.
 pub const HOST_CAPABILITIES: &[u8] = &[0, 1, 3, 4, 5, 6, 7, 8, 18, 21, 24, 27, 31];

@@ -286,6 +286,12 @@ pub(crate) fn watch_fd(fd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
     Ok(unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?)
 }
 
+/// No program started from here on inherits any of our descriptors but the standard ones.
+pub(crate) fn keep_descriptors() {
+    // SAFETY: marks descriptors; it closes none.
+    unsafe { libc::close_range(3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC as libc::c_int) };
+}
+
 /// A descriptor that this process was started with.
 pub(crate) fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: a look at a number that may be a descriptor.

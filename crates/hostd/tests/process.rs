@@ -160,3 +160,17 @@ async fn a_program_that_cannot_start_is_an_error() {
     spec.program = PathBuf::from("sh");
     assert!(matches!(spawn(spec), Err(ProcessError::NotAbsolute(_))));
 }
+
+#[test]
+fn what_we_were_given_is_not_passed_on() {
+    use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+    let file = tempfile::NamedTempFile::new().unwrap();
+    fcntl(file.as_file(), FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+    let passed = || {
+        let list = std::process::Command::new("/bin/ls").args(["-l", "/proc/self/fd"]).output().unwrap();
+        String::from_utf8(list.stdout).unwrap().contains(file.path().to_str().unwrap())
+    };
+    assert!(passed());
+    space_hostd::process::keep_descriptors();
+    assert!(!passed());
+}

@@ -142,6 +142,7 @@ fn start_behind(config: &ServerConfig, json: bool) -> Result<i32, Failure> {
         drop(lock::Lock::take(config)?);
     }
     lock::make_folders(config)?;
+    space_hostd::process::keep_descriptors();
     let failed = |e: std::io::Error| Failure::new(format!("cannot start the server: {e}"));
     let own = std::env::current_exe().map_err(failed)?;
     let args = std::env::args_os().skip(1).filter(|arg| arg != "--detach" && arg != "-d" && arg != "--json");
