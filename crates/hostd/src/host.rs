@@ -87,6 +87,11 @@ impl Host {
         }
     }
 
+    /// This process is the node from now on. Comes before anything else.
+    pub fn begin(&self) -> Result<(), HostError> {
+        self.done(Request::Begin)
+    }
+
     /// The folder the pool is mounted at.
     pub fn root(&self) -> &Path {
         self.pool.root()

@@ -69,6 +69,9 @@ pub struct Build {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
+    /// The caller is the node from now on: what an earlier one asked for is finished before the answer, and what it still may
+    /// ask for is refused.
+    Begin,
     Create {
         area: Area,
         name: String,

@@ -37,14 +37,14 @@ pub fn serve(service: Service, listener: &OwnedFd) -> io::Result<()> {
             }
             Err(errno) => return Err(errno.into()),
         };
-        if !may_ask(&service, &socket) || count.load(Ordering::Acquire) >= CONNECTIONS_MAX {
+        let Some(caller) = caller(&service, &socket).filter(|_| count.load(Ordering::Acquire) < CONNECTIONS_MAX) else {
             continue;
-        }
+        };
         count.fetch_add(1, Ordering::AcqRel);
         let (service, counted) = (service.clone(), count.clone());
         let answering = std::thread::Builder::new().name("answer".into()).spawn(move || {
             // The other side sees its connection end, and makes a new one.
-            let _ = answer(&service, &socket);
+            let _ = answer(&service, caller, &socket);
             counted.fetch_sub(1, Ordering::AcqRel);
         });
         if answering.is_err() {
@@ -53,20 +53,20 @@ pub fn serve(service: Service, listener: &OwnedFd) -> io::Result<()> {
     }
 }
 
-/// Only the node's user; the socket file's own rights say the same.
-fn may_ask(service: &Service, socket: &OwnedFd) -> bool {
-    let peer = getsockopt(socket, sockopt::PeerCredentials);
-    peer.is_ok_and(|peer| peer.uid() == service.config.node.0)
+/// The process at the other end, if it has the node's user; the socket file's own rights say the same.
+fn caller(service: &Service, socket: &OwnedFd) -> Option<i32> {
+    let peer = getsockopt(socket, sockopt::PeerCredentials).ok()?;
+    (peer.uid() == service.config.node.0).then(|| peer.pid())
 }
 
-fn answer(service: &Service, socket: &OwnedFd) -> io::Result<()> {
+fn answer(service: &Service, caller: i32, socket: &OwnedFd) -> io::Result<()> {
     setsockopt(socket, sockopt::SndBuf, &(2 * MESSAGE_MAX_BYTES))?;
     while let Some((request, fds)) = protocol::receive::<Request>(socket.as_raw_fd())? {
         let point = point_of(&request);
         if point.is_some() {
             points::reach("host.before");
         }
-        let (answer, given): (Result<Reply, HostError>, _) = match service.handle(request, fds) {
+        let (answer, given): (Result<Reply, HostError>, _) = match service.handle_for(caller, request, fds) {
             Ok((reply, given)) => (Ok(reply), given),
             Err(error) => (Err(error), Vec::new()),
         };

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
 use nix::libc;
 use serde::{Deserialize, Serialize};
@@ -63,6 +63,8 @@ pub struct Service {
     pub(crate) config: Config,
     pub(crate) pool: Pool,
     groups: CgroupRoot,
+    /// The process that is the node, held while a request of its is carried out.
+    node: RwLock<Option<i32>>,
     roots: Mutex<HashMap<String, JailRoot>>,
     /// Of each user the last process that has it.
     users: Mutex<HashMap<u32, OwnedFd>>,
@@ -105,6 +107,7 @@ impl Service {
         let service = Service {
             groups,
             pool,
+            node: RwLock::default(),
             roots: Mutex::default(),
             users: Mutex::default(),
             children: Mutex::default(),
@@ -183,11 +186,32 @@ impl Service {
         fchown(&open, Some(uid), Some(gid)).map_err(failed("give", folder))
     }
 
+    /// One request of a process that has the node's user. A node may have died with a request on its way: the next one must not
+    /// look at what there is before that is done, nor find more of it later.
+    pub fn handle_for(
+        &self,
+        caller: i32,
+        request: Request,
+        fds: Vec<OwnedFd>,
+    ) -> Result<(Reply, Vec<OwnedFd>), HostError> {
+        if matches!(request, Request::Begin) {
+            *self.node.write().unwrap_or_else(PoisonError::into_inner) = Some(caller);
+            return Ok((Reply::Done, Vec::new()));
+        }
+        let node = self.node.read().unwrap_or_else(PoisonError::into_inner);
+        if node.is_some_and(|node| node != caller) {
+            return Err(HostError::Refused("another process is the node now".to_owned()));
+        }
+        self.handle(request, fds)
+    }
+
     /// One request. The descriptors that came with it are used or closed; those of the answer are the caller's.
     pub fn handle(&self, request: Request, fds: Vec<OwnedFd>) -> Result<(Reply, Vec<OwnedFd>), HostError> {
         let names = |pair: &(Area, String)| (pair.0, pair.1.clone());
         let mut given = Vec::new();
         let reply = match request {
+            // In this process there is no other.
+            Request::Begin => Reply::Done,
             Request::Create { area, name } => {
                 let folder = self.pool.create(area, &name)?;
                 self.give_folder(&folder)?;

@@ -17,6 +17,7 @@ use crate::runs::{Phase, Runs};
 impl Runs {
     /// The VMs of an earlier service: alive ones are taken over, dead ones reported, half-made ones removed.
     pub(crate) async fn adopt_all(self: &Arc<Self>) -> Result<(), NodeError> {
+        self.blocking(|runs| Ok(runs.config.host.begin()?)).await?;
         let mut kept = std::collections::BTreeSet::new();
         for name in self.config.host.list(Area::Sandboxes)? {
             let dir = self.config.host.path(Area::Sandboxes, &name)?;
