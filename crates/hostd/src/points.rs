@@ -33,7 +33,7 @@ pub const ALL: &[&str] = &[
     "host.group",
     "host.group_end",
     "host.start",
-    "host.kill",
+    "host.order",
     "host.build",
 ];
 

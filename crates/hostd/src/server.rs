@@ -85,7 +85,7 @@ fn point_of(request: &Request) -> Option<&'static str> {
         Request::CreateGroup { .. } => "host.group",
         Request::EndGroup { .. } => "host.group_end",
         Request::Start(_) => "host.start",
-        Request::Kill { .. } => "host.kill",
+        Request::Order { .. } => "host.order",
         Request::Build(_) => "host.build",
         _ => return None,
     })
