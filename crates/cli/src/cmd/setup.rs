@@ -9,10 +9,10 @@ use clap::Args;
 use space_api::client::Client;
 
 use crate::args::Global;
-use crate::config::ServerConfig;
+use crate::config::{DriverChoice, ServerConfig};
 use crate::connect::ClientFile;
 use crate::failure::Failure;
-use crate::host::{Finding, Level, initramfs, kernel, packages, pool, seed};
+use crate::host::{Finding, Level, firecracker, initramfs, kernel, packages, pool, seed};
 use crate::output::{self, Paint, note, paint_err};
 use crate::process::Signals;
 use crate::progress::Progress;
@@ -26,6 +26,8 @@ Examples:
   sudo space setup
   sudo space setup --pool /dev/nvme1n1
   sudo space setup --no-install                     only says which packages are missing
+  sudo space setup --firecracker                    Firecracker's pinned release; see vmm.driver
+  sudo space setup --firecracker=./firecracker      a build of your own
   sudo space setup --uninstall                      removes pool and data";
 
 #[derive(Args)]
@@ -43,6 +45,12 @@ pub struct Setup {
     /// A downloaded linux-image-…-cloud-amd64 package, instead of fetching one
     #[arg(long, value_name = "FILE")]
     kernel_package: Option<PathBuf>,
+    /// Install Firecracker: its pinned release, or from an archive or program (PATH) or an archive elsewhere (URL)
+    #[arg(long, value_name = "PATH|URL", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    firecracker: Option<String>,
+    /// The SHA-256 that the archive of Firecracker must have, when it is not the pinned release's
+    #[arg(long, value_name = "HEX", requires = "firecracker")]
+    firecracker_sha256: Option<String>,
     /// Fetch the kernel again
     #[arg(long)]
     update_kernel: bool,
@@ -53,7 +61,7 @@ pub struct Setup {
     #[arg(long)]
     skip_template: bool,
     /// Remove the pool and the data folder, with every sandbox and template
-    #[arg(long, conflicts_with_all = ["pool", "pool_size", "daemon", "kernel_package", "update_kernel", "no_install", "skip_template"])]
+    #[arg(long, conflicts_with_all = ["pool", "pool_size", "daemon", "kernel_package", "firecracker", "update_kernel", "no_install", "skip_template"])]
     uninstall: bool,
     /// Ask nothing
     #[arg(long)]
@@ -158,6 +166,7 @@ impl Setup {
             report.done("pool", false, "in use by the running server");
         }
 
+        self.firecracker(config, report).await?;
         self.kernel(config, report).await?;
         let (cloned, daemon) = (config.clone(), self.daemon.clone());
         let outcome =
@@ -190,6 +199,20 @@ impl Setup {
         let names = missing.clone();
         step(report.json, &text, move |_| packages::install(&names)).await?;
         report.done("packages", true, &missing.join(", "));
+        Ok(())
+    }
+
+    async fn firecracker(&self, config: &ServerConfig, report: &mut Report) -> Result<(), Failure> {
+        let Some(text) = &self.firecracker else { return Ok(()) };
+        let source = firecracker::Source::parse(text);
+        let progress = std::cell::RefCell::new(Progress::copy(report.json, "downloading Firecracker"));
+        let shown = |done, total| progress.borrow_mut().set("downloading Firecracker", done, total);
+        let changed = firecracker::install(config, &source, self.firecracker_sha256.as_deref(), shown).await?;
+        drop(progress);
+        report.done("firecracker", changed, &firecracker::place(config).display().to_string());
+        if config.driver != DriverChoice::Firecracker && !report.json {
+            note("      it is used where vmm.driver is \"firecracker\"; it boots uncompressed kernels (vmm.kernel)");
+        }
         Ok(())
     }
 

@@ -274,7 +274,7 @@ impl ServerConfig {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     fn defaults() -> Layers {
@@ -283,6 +283,13 @@ mod tests {
             layers.0.insert(key.name, (key.default.to_owned(), Origin::Default));
         }
         layers
+    }
+
+    /// Of a server with this data folder.
+    pub(crate) fn config_in(folder: &Path) -> ServerConfig {
+        let mut layers = defaults();
+        layers.put("data_dir", folder.display().to_string(), Origin::Default);
+        layers.finish().expect("a configuration")
     }
 
     #[test]

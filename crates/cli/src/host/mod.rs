@@ -2,6 +2,7 @@
 //! where there is something to make, a step that can be repeated after it was cut short anywhere.
 
 pub mod checks;
+pub mod firecracker;
 pub mod initramfs;
 pub mod kernel;
 pub mod leftovers;

@@ -22,7 +22,8 @@ pub struct Chosen {
 }
 
 /// Firecracker where it is asked for; otherwise QEMU, with hardware virtualization where a trial guest ran.
-pub fn choose(asked: DriverChoice, named: Option<PathBuf>, kvm: &KvmVerdict) -> Chosen {
+/// `installed`: where set-up puts Firecracker.
+pub fn choose(asked: DriverChoice, named: Option<PathBuf>, installed: PathBuf, kvm: &KvmVerdict) -> Chosen {
     let sentence = kvm.sentence();
     let (label, reason) = match asked {
         DriverChoice::Firecracker => ("firecracker", format!("It was asked for. {sentence}")),
@@ -32,8 +33,8 @@ pub fn choose(asked: DriverChoice, named: Option<PathBuf>, kvm: &KvmVerdict) -> 
         DriverChoice::Auto => ("qemu-tcg", format!("{sentence} So guests are emulated. {EMULATION}")),
     };
     let driver = if label == "firecracker" {
-        let program = named.or_else(firecracker::find_program);
-        let program = program.unwrap_or_else(|| PathBuf::from(firecracker::PROGRAM_PLACES[0]));
+        let there = || Some(installed.clone()).filter(|path| space_hostd::process::is_program(path));
+        let program = named.or_else(there).or_else(firecracker::find_program).unwrap_or(installed);
         DriverConfig::Firecracker(FirecrackerConfig::new(program))
     } else {
         let defaults = QemuConfig::default();
@@ -47,7 +48,10 @@ pub fn choose(asked: DriverChoice, named: Option<PathBuf>, kvm: &KvmVerdict) -> 
 async fn obstacle(config: &ServerConfig, facts: &HostFacts, program: &std::path::Path) -> Option<(String, String)> {
     let found = |text: &str, fix: &str| Some((text.to_owned(), fix.to_owned()));
     if let Err(error) = firecracker::check(program).await {
-        let fix = format!("install release {}, or name another program with vmm.program", firecracker::PINNED);
+        let fix = format!(
+            "install release {} (sudo space setup --firecracker), or name another program with vmm.program",
+            firecracker::PINNED
+        );
         return Some((error.to_string(), fix));
     }
     match facts.kvm {
@@ -66,7 +70,8 @@ async fn obstacle(config: &ServerConfig, facts: &HostFacts, program: &std::path:
 
 pub async fn check(config: &ServerConfig, facts: &HostFacts) -> Finding {
     const NAME: &str = "driver";
-    let Chosen { driver, label, reason } = choose(config.driver, config.vmm_program.clone(), &facts.kvm);
+    let Chosen { driver, label, reason } =
+        choose(config.driver, config.vmm_program.clone(), super::firecracker::place(config), &facts.kvm);
     let text = format!("{label} ({}). {reason}", driver.program().display());
     if let DriverConfig::Firecracker(firecracker) = &driver {
         return match obstacle(config, facts, &firecracker.program).await {
@@ -92,6 +97,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn firecracker_is_the_one_that_set_up_installed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let installed = folder.path().join("firecracker");
+        std::fs::copy("/bin/true", &installed).expect("a program");
+        let chosen = choose(DriverChoice::Firecracker, None, installed.clone(), &KvmVerdict::Absent);
+        assert_eq!(chosen.driver.program(), installed);
+    }
+
+    #[test]
     fn what_is_chosen_and_why() {
         let pvm = KvmVerdict::Pvm { evidence: "the module kvm_pvm is loaded".into() };
         let usable = KvmVerdict::Usable { module: "kvm_amd".into() };
@@ -102,7 +116,7 @@ mod tests {
             (DriverChoice::QemuTcg, &usable, "qemu-tcg", "asked for"),
             (DriverChoice::Firecracker, &pvm, "firecracker", "kvm_pvm"),
         ] {
-            let chosen = choose(asked, Some("/vmm".into()), kvm);
+            let chosen = choose(asked, Some("/vmm".into()), "/installed".into(), kvm);
             assert_eq!((chosen.label, chosen.driver.program()), (label, std::path::Path::new("/vmm")));
             assert!(chosen.reason.contains(words), "{}", chosen.reason);
         }

@@ -25,7 +25,7 @@ use super::role::{ControlRole, LogRole, NodeRole, Said};
 use super::{folders, users};
 use crate::config::ServerConfig;
 use crate::failure::Failure;
-use crate::host::{pool, vmm};
+use crate::host::{firecracker, pool, vmm};
 
 /// Left to the host when the configuration does not say how much memory sandboxes may have.
 const HOST_SHARE: u64 = 8;
@@ -89,7 +89,7 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
     let total = pool.usage().map_err(failure)?.total;
     let users = users::of(&config.data_dir);
     folders::prepare(config, &users)?;
-    let chosen = vmm::choose(config.driver, config.vmm_program.clone(), &facts.kvm);
+    let chosen = vmm::choose(config.driver, config.vmm_program.clone(), firecracker::place(config), &facts.kvm);
     let listen = |address: std::net::SocketAddr| {
         let hint = "is another server running, or is the address not this machine's?";
         TcpListener::bind(address).map_err(|e| Failure::new(format!("cannot listen on {address}: {e}; {hint}")))

@@ -7,7 +7,8 @@ use crate::output::{self, note};
 use crate::server::lock;
 
 /// What we ever put into a data folder; anything else is somebody's and stays.
-const OURS: [&str; 22] = [
+const OURS: [&str; 23] = [
+    "vmm",
     "control",
     "jails",
     "build",
