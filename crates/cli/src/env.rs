@@ -30,6 +30,7 @@ variables! {
     VMM_PROGRAM = "SPACE_VMM_PROGRAM", "absolute path of the VMM (vmm.program)";
     VMM_KERNEL = "SPACE_VMM_KERNEL", "guest kernel, a folder or a vmlinux (vmm.kernel)";
     VMM_KERNEL_ARGS = "SPACE_VMM_KERNEL_ARGS", "more kernel command line (vmm.kernel_args)";
+    VMM_CORE_SCHEDULING = "SPACE_VMM_CORE_SCHEDULING", "on: no two VMs on the threads of one core (vmm.core_scheduling)";
     WARM_PER_TEMPLATE = "SPACE_WARM_PER_TEMPLATE", "parked VMs of each template: auto or a number (warm.per_template)";
     LIMITS_MEMORY = "SPACE_LIMITS_MEMORY", "memory that sandboxes may use together (limits.memory)";
     LIMITS_SANDBOXES = "SPACE_LIMITS_SANDBOXES", "sandboxes at the same time (limits.sandboxes)";

@@ -387,6 +387,13 @@ pub fn inherited(fd: i32) -> io::Result<OwnedFd> {
     crate::spawn::inherited(fd)
 }
 
+/// Whether the kernel can give each VMM threads of a core that no other process gets (core scheduling), so that no guest
+/// watches another through what they share. `None`: no two threads of this machine share a core.
+pub fn core_scheduling() -> Option<bool> {
+    let shared = std::fs::read_to_string("/sys/devices/system/cpu/smt/active");
+    if shared.is_ok_and(|active| active.trim() == "1") { crate::spawn::core_scheduling() } else { None }
+}
+
 /// No program started from here on by this process inherits its descriptors, nor those that it was given by whoever started
 /// it: a server that lives for weeks would hold their files and locks. The standard ones stay.
 pub fn keep_descriptors() {

@@ -53,6 +53,8 @@ pub struct Config {
     /// First user id of VMMs, and how many there are.
     pub uids: (u32, u32),
     pub vmms: BTreeMap<String, Program>,
+    /// No two VMMs on the threads of one core.
+    pub core_scheduling: bool,
     /// See [`crate::points`].
     pub drill: Option<PathBuf>,
 }
@@ -330,6 +332,7 @@ impl Service {
                 root: self.root(&start.driver, program)?,
                 folder,
                 boot: program.boot.clone().filter(|_| start.boot),
+                own_core: self.config.core_scheduling,
             }),
         };
         let (identity, pidfd) = process::start(spec)?;

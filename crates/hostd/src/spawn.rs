@@ -61,6 +61,7 @@ pub(crate) struct Cage {
     folder: &'static CStr,
     /// Whether it gets a `/proc` of its own and a `/tmp`.
     workshop: bool,
+    own_core: bool,
 }
 
 /// A detached mount and its place, relative to the root.
@@ -81,14 +82,22 @@ impl Cage {
             }
         }
         let (root, stage) = (mounts::detached(root, Kind::Root)?, c_string(root)?);
-        Ok(Cage { root, stage, inner, namespaces: NAMESPACES, folder: c"/vm", workshop: false })
+        Ok(Cage {
+            root,
+            stage,
+            inner,
+            namespaces: NAMESPACES,
+            folder: c"/vm",
+            workshop: false,
+            own_core: jail.own_core,
+        })
     }
 
     /// Of a build.
     pub(crate) fn workshop(root: &Path, inner: Vec<Inner>, network: bool) -> io::Result<Cage> {
         let namespaces = if network { NAMESPACES & !libc::CLONE_NEWNET } else { NAMESPACES };
         let (root, stage) = (mounts::detached(root, Kind::Root)?, c_string(root)?);
-        Ok(Cage { root, stage, inner, namespaces, folder: c"/", workshop: true })
+        Ok(Cage { root, stage, inner, namespaces, folder: c"/", workshop: true, own_core: false })
     }
 
     /// In the child, in its own namespaces: from the host's tree to the jail's.
@@ -114,6 +123,9 @@ impl Cage {
                 let options = c"mode=1777,size=1g".as_ptr().cast();
                 check(3, libc::mount(tmp, c"/tmp".as_ptr(), tmp, flags, options))?;
             }
+            if self.own_core {
+                check(16, share_no_core())?;
+            }
             check(7, libc::chdir(self.folder.as_ptr()))?;
             check(8, libc::sethostname(c"vm".as_ptr(), 2))
         }
@@ -123,7 +135,7 @@ impl Cage {
 /// What the child could not do: the number of the step, and the system's reason.
 type Fault = (u8, i32);
 
-const STEPS: [&str; 16] = [
+const STEPS: [&str; 17] = [
     "begin",
     "make the mounts private",
     "mount the root of the jail",
@@ -140,7 +152,32 @@ const STEPS: [&str; 16] = [
     "change the user",
     "install the system call filter",
     "execute the program",
+    "get a core of its own",
 ];
+
+/// A cookie of this process's own. Without threads that share a core the kernel says so, or has no such thing: who asks for it
+/// looks first.
+fn share_no_core() -> libc::c_int {
+    // SAFETY: numbers only; it changes how this process is scheduled.
+    let made = unsafe { libc::prctl(libc::PR_SCHED_CORE, libc::PR_SCHED_CORE_CREATE, 0, PIDTYPE_TGID, 0) };
+    if made == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ENODEV) { 0 } else { made }
+}
+
+/// Whether the kernel can keep processes apart: `None` when no two threads of this machine share a core.
+pub(crate) fn core_scheduling() -> Option<bool> {
+    let mut cookie: u64 = 0;
+    // SAFETY: it writes one number, and only this.
+    let read = unsafe { libc::prctl(libc::PR_SCHED_CORE, libc::PR_SCHED_CORE_GET, 0, PIDTYPE_PID, &raw mut cookie) };
+    match read {
+        -1 if io::Error::last_os_error().raw_os_error() == Some(libc::ENODEV) => None,
+        -1 => Some(false),
+        _ => Some(true),
+    }
+}
+
+/// Of the kernel's interface: one thread, and a whole process.
+const PIDTYPE_PID: libc::c_int = 0;
+const PIDTYPE_TGID: libc::c_int = 1;
 
 fn fault(step: u8, error: &io::Error) -> Fault {
     (step, error.raw_os_error().unwrap_or(libc::EINVAL))

@@ -15,7 +15,7 @@ use nix::libc;
 use serde::{Deserialize, Serialize};
 use space_hostd::cgroup::{Cgroup, CgroupRoot, Limits, Weight};
 use space_hostd::jail::{Contents, Jail, JailRoot};
-use space_hostd::process::{Exit, FIRST_INHERITED, Output, Rights, Rlimits, SpawnSpec, spawn};
+use space_hostd::process::{self, Exit, FIRST_INHERITED, Output, Rights, Rlimits, SpawnSpec, spawn};
 use space_hostd::seccomp::Profile;
 
 const UID: u32 = 299_100;
@@ -200,6 +200,15 @@ impl Drop for Drill {
     }
 }
 
+/// Where the kernel can; elsewhere the skip is printed.
+fn own_core() -> bool {
+    let possible = process::core_scheduling() == Some(true);
+    if !possible {
+        eprintln!("SKIP: this kernel has no core scheduling, or no threads that share a core");
+    }
+    possible
+}
+
 impl Drill {
     fn new(name: &str) -> Option<Drill> {
         if !nix::unistd::geteuid().is_root() {
@@ -252,7 +261,7 @@ impl Drill {
             env: Vec::new(),
             rights: Rights::None,
             profile: jail.then_some(Profile::NoSockets),
-            jail: jail.then_some(Jail { root, folder: own, boot: None }),
+            jail: jail.then_some(Jail { root, folder: own, boot: None, own_core: own_core() }),
         }
     }
 }

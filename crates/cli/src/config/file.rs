@@ -39,6 +39,7 @@ struct Vmm {
     program: Option<String>,
     kernel: Option<String>,
     kernel_args: Option<String>,
+    core_scheduling: Option<String>,
 }
 
 #[derive(Deserialize, Default)]
@@ -89,6 +90,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<(&'static str, String)>, Failure> 
         ("vmm.program", file.vmm.program),
         ("vmm.kernel", file.vmm.kernel),
         ("vmm.kernel_args", file.vmm.kernel_args),
+        ("vmm.core_scheduling", file.vmm.core_scheduling),
         ("warm.per_template", file.warm.per_template),
         ("limits.memory", file.limits.memory),
         ("limits.sandboxes", file.limits.sandboxes.map(|n| n.to_string())),

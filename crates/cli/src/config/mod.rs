@@ -51,6 +51,12 @@ pub const KEYS: &[Key] = &[
     ),
     key("vmm.kernel_args", env::VMM_KERNEL_ARGS, "", "added to the guest kernel's command line"),
     key(
+        "vmm.core_scheduling",
+        env::VMM_CORE_SCHEDULING,
+        "off",
+        "on: no two VMs on the hyper-threads of one core at a time (costs throughput); off",
+    ),
+    key(
         "warm.per_template",
         env::WARM_PER_TEMPLATE,
         "auto",
@@ -118,6 +124,7 @@ pub struct ServerConfig {
     pub vmm_program: Option<PathBuf>,
     pub kernel_dir: PathBuf,
     pub kernel_args: String,
+    pub core_scheduling: bool,
     pub warm: WarmSize,
     pub memory_bytes: Option<u64>,
     pub sandboxes: u32,
@@ -228,6 +235,11 @@ impl Layers {
             kernel_dir,
             kernel_args: self.text("vmm.kernel_args").to_owned(),
             memory_bytes: self.size("limits.memory")?,
+            core_scheduling: match self.text("vmm.core_scheduling") {
+                "on" => true,
+                "off" => false,
+                _ => return Err(self.bad("vmm.core_scheduling", "expected on or off")),
+            },
             warm: match self.text("warm.per_template") {
                 "auto" => WarmSize::Learned,
                 _ => WarmSize::Fixed(self.parse("warm.per_template", "auto or a number up to 65535")?),

@@ -7,7 +7,7 @@ use space_api::ListSandboxesQuery;
 use space_api::client::Client;
 use space_hostd::probe::HostFacts;
 
-use super::{Finding, initramfs, kernel, leftovers, packages, pool, seed, vmm};
+use super::{Finding, atrest, initramfs, kernel, leftovers, packages, pool, seed, vmm};
 use crate::config::ServerConfig;
 use crate::connect::ClientFile;
 use crate::output::size;
@@ -73,7 +73,7 @@ fn reads(path: &str) -> String {
 }
 
 /// What lets one guest learn of another, or the disk of a guest's memory.
-fn hygiene() -> Vec<Finding> {
+fn hygiene(config: &ServerConfig) -> Vec<Finding> {
     let mut findings = Vec::new();
     let swaps = reads("/proc/swaps").lines().count().saturating_sub(1);
     findings.push(match swaps {
@@ -96,7 +96,37 @@ fn hygiene() -> Vec<Finding> {
         ),
         _ => Finding::ok("hyper-threads (SMT)", "off"),
     });
+    findings.push(core_scheduling(config.core_scheduling, space_hostd::process::core_scheduling()));
+    findings.push(pool_encryption(config));
     findings
+}
+
+/// `possible` as [`space_hostd::process::core_scheduling`] has it.
+fn core_scheduling(asked: bool, possible: Option<bool>) -> Finding {
+    const NAME: &str = "core scheduling";
+    match (asked, possible) {
+        (_, None) => Finding::ok(NAME, "not needed: no two threads share a core"),
+        (true, Some(true)) => Finding::ok(NAME, "on: no two VMs on one core at a time"),
+        (true, Some(false)) => Finding::fail(
+            NAME,
+            "asked for, and the kernel has none (CONFIG_SCHED_CORE)",
+            "set vmm.core_scheduling to off, and boot with nosmt",
+        ),
+        (false, Some(true)) => {
+            Finding::warn(NAME, "off", "set vmm.core_scheduling to on where tenants do not trust each other")
+        }
+        (false, Some(false)) => Finding::warn(NAME, "off; the kernel has none", "boot with nosmt"),
+    }
+}
+
+/// Whether what guests leave on the disk under the pool is encrypted, as far as the device tells.
+fn pool_encryption(config: &ServerConfig) -> Finding {
+    const NAME: &str = "pool at rest";
+    match atrest::encrypted(&config.data_dir.join("pool")) {
+        Some(true) => Finding::ok(NAME, "on an encrypted device"),
+        Some(false) => Finding::ok(NAME, "in clear: see docs/security.md for a key made at each boot"),
+        None => Finding::ok(NAME, "the pool is not mounted"),
+    }
 }
 
 async fn server(config: &ServerConfig) -> (Vec<Finding>, Option<Client>) {
@@ -145,6 +175,6 @@ pub async fn all(config: &ServerConfig, daemon: Option<&Path>) -> Vec<Finding> {
     if client.is_none() || known.is_some() {
         findings.push(leftovers::check(config, known.as_ref()));
     }
-    findings.extend(hygiene());
+    findings.extend(hygiene(config));
     findings
 }

@@ -1,6 +1,7 @@
 //! What set-up makes of this machine and what `doctor` looks at: one file per thing, each with a look that changes nothing and,
 //! where there is something to make, a step that can be repeated after it was cut short anywhere.
 
+mod atrest;
 pub mod checks;
 pub mod firecracker;
 pub mod initramfs;

@@ -79,6 +79,10 @@ struct Plans {
 
 fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
     let facts = probe::host();
+    if config.core_scheduling && space_hostd::process::core_scheduling() == Some(false) {
+        let hint = "take a kernel with CONFIG_SCHED_CORE, turn hyper-threads off, or set it to off";
+        return Err(Failure::new(format!("vmm.core_scheduling is on, and this kernel has no core scheduling: {hint}")));
+    }
     let kernel = guest_kernel::open(&config.kernel_dir)
         .map_err(|e| Failure::new(format!("the guest kernel is not there ({e}): run `sudo space setup`")))?;
     let initramfs = config.initramfs();
@@ -115,6 +119,7 @@ fn plans(config: &ServerConfig, lock: &OwnedFd) -> Result<Plans, Failure> {
         node: (users.node, users.node),
         uids: users.vmms,
         vmms: [(chosen.driver.name().to_owned(), chosen.driver.host_program(kernel.image, initramfs))].into(),
+        core_scheduling: config.core_scheduling && space_hostd::process::core_scheduling().is_some(),
         drill: drill.clone(),
     };
     let node = NodeRole {

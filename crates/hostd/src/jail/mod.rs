@@ -32,6 +32,8 @@ pub struct Jail {
     pub folder: PathBuf,
     /// For a boot: the guest's kernel and first file system, seen at [`KERNEL`] and [`INITRAMFS`].
     pub boot: Option<(PathBuf, PathBuf)>,
+    /// Never share a core's threads with another process: see [`crate::process::core_scheduling`].
+    pub own_core: bool,
 }
 
 #[derive(Debug, thiserror::Error)]

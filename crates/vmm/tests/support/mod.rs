@@ -149,6 +149,7 @@ impl Bench {
         let first = dir.path().join("initramfs.img");
         let service = Service::open(Config {
             drill: None,
+            core_scheduling: false,
             owner,
             pool: pool.root().to_owned(),
             jails: dir.path().join("jails"),
