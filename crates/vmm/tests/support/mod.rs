@@ -27,6 +27,9 @@ const ANSWER_PATIENCE: Duration = Duration::from_secs(120);
 const DISK_BYTES: u64 = 64 << 20;
 /// Users of one test's VMMs.
 const SLOTS: u32 = 16;
+/// Tests of one process that run at the same time have users of their own.
+const BENCHES: u32 = 8;
+static BENCH: AtomicU32 = AtomicU32::new(0);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -157,7 +160,11 @@ impl Bench {
             builder: None,
             build_env: Vec::new(),
             node: (0, 0),
-            uids: (290_000 + std::process::id() % 500 * SLOTS, SLOTS),
+            uids: (
+                290_000
+                    + (std::process::id() % 500 * BENCHES + BENCH.fetch_add(1, Ordering::Relaxed) % BENCHES) * SLOTS,
+                SLOTS,
+            ),
             vmms: [(machine.config.name().to_owned(), machine.config.host_program(machine.image, first))].into(),
         });
         let driver = machine.config.driver(Host::here(service.unwrap()));
