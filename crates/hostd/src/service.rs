@@ -76,8 +76,14 @@ pub struct Service {
 #[derive(Debug)]
 pub(crate) struct Child {
     identity: ProcessIdentity,
-    pidfd: OwnedFd,
-    exit: Option<Exit>,
+    end: End,
+}
+
+/// A descriptor is held only as long as there is an end to wait for.
+#[derive(Debug)]
+enum End {
+    Awaited(OwnedFd),
+    Known(Exit),
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -346,9 +352,9 @@ impl Service {
         let pidfd = pidfd.try_clone().map_err(failed("keep", Path::new("a pidfd")))?;
         let mut children = lock(&self.children);
         if children.len() >= ENDED_MAX {
-            children.retain(|_, child| child.exit.is_none());
+            children.retain(|_, child| matches!(child.end, End::Awaited(_)));
         }
-        children.insert(identity.pid, Child { identity, pidfd, exit: None });
+        children.insert(identity.pid, Child { identity, end: End::Awaited(pidfd) });
         Ok(())
     }
 
@@ -391,15 +397,21 @@ impl Service {
         self.reap();
         let children = lock(&self.children);
         let child = children.get(&identity.pid).filter(|child| child.identity == identity);
-        child.and_then(|child| child.exit).unwrap_or(Exit::Unknown)
+        match child.map(|child| &child.end) {
+            Some(End::Known(exit)) => *exit,
+            _ => Exit::Unknown,
+        }
     }
 
     /// Collects children that have ended.
     pub fn reap(&self) {
-        for child in lock(&self.children).values_mut().filter(|child| child.exit.is_none()) {
-            if process::has_ended(&child.pidfd) {
-                child.exit = Some(process::reap(&child.pidfd));
+        for child in lock(&self.children).values_mut() {
+            if let End::Awaited(pidfd) = &child.end
+                && process::has_ended(pidfd)
+            {
+                child.end = End::Known(process::reap(pidfd));
             }
         }
+        lock(&self.users).retain(|_, pidfd| !process::has_ended(pidfd));
     }
 }
