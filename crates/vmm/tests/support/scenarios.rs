@@ -77,7 +77,9 @@ pub async fn a_vm_outlives_its_driver_and_is_adopted(bench: &Bench) {
     vm.save(SaveKind::Full).await.unwrap();
     vm.resume().await.unwrap();
 
-    // The guest ends while nobody listens: whoever adopts then learns of it, as far as the VMM still stands.
+    // The guest ends while nobody listens: whoever adopts then learns of it, as far as the VMM still stands. A save may end a
+    // stream, and one that is still held keeps the next one silent.
+    drop(agent);
     let mut agent = Agent::connect(&*vm).await;
     agent.send("reboot").await;
     drop((agent, vm));
