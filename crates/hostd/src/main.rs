@@ -26,8 +26,10 @@ fn run() -> Result<(), String> {
     let config: Config = serde_json::from_str(&line).map_err(|error| format!("the configuration: {error}"))?;
     config.drill.clone().into_iter().for_each(space_hostd::points::obey);
     let service = Service::open(config).map_err(|error| error.to_string())?;
+    let groups = service.groups().clone();
     std::thread::spawn(move || {
         let _ = lifeline.read(&mut [0]);
+        groups.remove_if_empty();
         std::process::exit(0);
     });
     server::serve(service, &listener).map_err(|error| error.to_string())

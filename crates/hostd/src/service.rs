@@ -126,6 +126,11 @@ impl Service {
         Ok(service)
     }
 
+    /// The control groups of this data folder.
+    pub fn groups(&self) -> &CgroupRoot {
+        &self.groups
+    }
+
     fn is_vmm_user(&self, uid: u32) -> bool {
         let (base, count) = self.config.uids;
         (base..base.saturating_add(count)).contains(&uid)

@@ -170,6 +170,9 @@ async fn build(runs: &Arc<Runs>, request: &BuildTemplateRequest, report: &Report
     let options = checked(request.options.clone().unwrap_or_default(), runs)?;
     report.step("waiting for another build");
     let _turn = runs.builds.acquire().await.map_err(|_| NodeError::Cancelled)?;
+    if let Some(made) = runs.templates.made_by(&request.build_id)? {
+        return Ok(made);
+    }
     crate::capacity::check_pool(&runs.config.host, runs.config.pool_reserve_bytes + (512 << 20))?;
     let scratch = Scratch::new(runs);
     let folder = runs.config.host.create(Area::Tmp, &scratch.name)?;
@@ -223,6 +226,7 @@ async fn meta(
         compatibility: driver.compatibility().await?,
         guest_protocol: space_proto::GUEST_PROTOCOL,
         created_unix_ms: unix_ms(),
+        build_id: request.build_id.clone(),
     })
 }
 

@@ -42,6 +42,9 @@ pub struct Meta {
     pub compatibility: String,
     pub guest_protocol: u32,
     pub created_unix_ms: i64,
+    /// The build that made it, so that one which is asked for again after its answer was lost is not made again.
+    #[serde(default)]
+    pub build_id: String,
 }
 
 impl Meta {
@@ -163,6 +166,12 @@ impl Templates {
         let mut all: Vec<_> = names.iter().filter_map(|name| self.get(&format!("{PREFIX}{name}")).ok()).collect();
         all.sort_by_key(|template| template.meta.created_unix_ms);
         Ok(all)
+    }
+
+    /// What this build made, if it came to its end.
+    pub fn made_by(&self, build_id: &str) -> Result<Option<Arc<Template>>, NodeError> {
+        let made = |template: &Arc<Template>| !build_id.is_empty() && template.meta.build_id == build_id;
+        Ok(self.list()?.into_iter().find(made))
     }
 
     /// Removes it; the caller has made sure that nothing uses it. Gone already is no error.
