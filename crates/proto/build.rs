@@ -3,6 +3,7 @@
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     tonic_prost_build::configure()
         .bytes(".")
+        .codec_path("crate::codec::BoundedCodec")
         .include_file("space.rs")
         .compile_protos(&["proto/guest.proto", "proto/node.proto"], &["proto"])?;
     Ok(())

@@ -6,6 +6,7 @@ pub mod admission;
 pub mod id;
 pub mod limits;
 pub mod name;
+pub mod size;
 pub mod state;
 pub mod token;
 

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use serde::{Deserialize, Serialize};
 
+use crate::pool::is_name;
+
 /// The controllers a group needs.
 pub const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
 /// Length of the CPU period in microseconds; short, so that a throttled VMM does not stall for long.
@@ -147,9 +149,7 @@ pub struct Cgroup {
 }
 
 fn check_name(name: &str) -> Result<(), CgroupError> {
-    let good = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
-    let fine = (1..=128).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(good);
-    if fine { Ok(()) } else { Err(CgroupError::BadName(name.chars().take(256).collect())) }
+    if is_name(name) { Ok(()) } else { Err(CgroupError::BadName(name.chars().take(256).collect())) }
 }
 
 fn write(dir: &Path, file: &str, value: impl ToString) -> Result<(), CgroupError> {

@@ -233,8 +233,8 @@ fn dial(path: &Path) -> io::Result<OwnedFd> {
 type Answer = Result<Reply, HostError>;
 
 fn exchange(socket: &OwnedFd, request: &Request, fds: &[OwnedFd]) -> io::Result<(Answer, Vec<OwnedFd>)> {
-    protocol::send(socket.as_raw_fd(), request, &protocol::raw(fds))?;
-    protocol::receive(socket.as_raw_fd())?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+    protocol::send(socket, request, fds)?;
+    protocol::receive(socket)?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }
 
 /// Asks until there is an answer, or patience ends. The first connection may be a kept one that broke meanwhile.

@@ -113,10 +113,14 @@ fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Pool
     }
 }
 
-fn check_name(name: &str) -> Result<(), PoolError> {
+/// One plain name: it leads nowhere but to a direct child of the folder it is looked for in.
+pub fn is_name(name: &str) -> bool {
     let good = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
-    let fine = (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(good);
-    if fine { Ok(()) } else { Err(PoolError::BadName(name.chars().take(2 * MAX_NAME_BYTES).collect())) }
+    (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(good)
+}
+
+fn check_name(name: &str) -> Result<(), PoolError> {
+    if is_name(name) { Ok(()) } else { Err(PoolError::BadName(name.chars().take(2 * MAX_NAME_BYTES).collect())) }
 }
 
 fn open_dir(path: &Path) -> io::Result<File> {

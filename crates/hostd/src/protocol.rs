@@ -4,14 +4,16 @@
 //! answer to a packet is one packet. A packet that is too long, torn, or not understood ends the connection.
 
 use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::cgroup::{CgroupError, Limits, Weight};
-use crate::pool::{Area, PoolError, Usage};
+use crate::pool::{Area, PoolError, Usage, is_name};
 use crate::process::{Exit, Order, ProcessError, ProcessIdentity};
 use crate::uids::Slot;
 
@@ -44,12 +46,16 @@ pub struct Start {
 }
 
 impl Start {
-    pub(crate) fn check(&self) -> Result<(), HostError> {
-        let plain = |name: &String| !name.is_empty() && name.len() <= 64 && !name.contains(['/', '\0']) && name != "..";
-        let fine = self.args.len() <= ARGS_MAX
+    /// Whether it is one at all: what it names lies in the subvolume itself.
+    ///
+    /// # Errors
+    /// `Refused`; neither what exists nor what is in use was looked at.
+    pub fn check(&self) -> Result<(), HostError> {
+        let fine = is_name(&self.driver)
+            && self.args.len() <= ARGS_MAX
             && self.args.iter().all(|arg| !arg.contains('\0'))
             && self.given.len() <= GIVEN_MAX
-            && self.given.iter().all(plain)
+            && self.given.iter().all(|name| is_name(name))
             && matches!(self.area, Area::Sandboxes | Area::Tmp);
         if fine { Ok(()) } else { Err(HostError::Refused("this is no way to start a VMM".to_owned())) }
     }
@@ -212,51 +218,49 @@ impl From<crate::jail::JailError> for HostError {
     }
 }
 
-pub(crate) fn send(socket: RawFd, message: &impl Serialize, fds: &[RawFd]) -> io::Result<()> {
+/// Sends one packet.
+///
+/// # Errors
+/// `InvalidInput` when it would be too long; what the socket says.
+pub fn send(socket: &OwnedFd, message: &impl Serialize, fds: &[OwnedFd]) -> io::Result<()> {
     let bytes = serde_json::to_vec(message)?;
     if bytes.len() > MESSAGE_MAX_BYTES || fds.len() > FDS_MAX {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too long"));
     }
-    let rights = [ControlMessage::ScmRights(fds)];
+    let numbers: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&numbers)];
     let rights = if fds.is_empty() { &rights[..0] } else { &rights[..] };
-    sendmsg::<()>(socket, &[IoSlice::new(&bytes)], rights, MsgFlags::MSG_NOSIGNAL, None)?;
+    sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(&bytes)], rights, MsgFlags::MSG_NOSIGNAL, None)?;
     Ok(())
 }
 
-/// `None`: the other side has closed.
-pub(crate) fn receive<T: DeserializeOwned>(socket: RawFd) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
+/// Takes one packet; `None`: the other side has closed. Descriptors of a packet that is refused are closed.
+///
+/// # Errors
+/// `InvalidData` when the packet is too long, has too many descriptors or is no such message; what the socket says.
+pub fn receive<T: DeserializeOwned>(socket: &OwnedFd) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let mut bytes = vec![0; MESSAGE_MAX_BYTES];
-    let mut space = nix::cmsg_space!([RawFd; FDS_MAX]);
-    let mut parts = [IoSliceMut::new(&mut bytes)];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    // Owns what is in it, also when there was more than it has room for.
+    let mut control = RecvAncillaryBuffer::new(&mut space);
     let message = loop {
-        match recvmsg::<()>(socket, &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC) {
-            Err(nix::errno::Errno::EINTR) => {}
+        match recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(rustix::io::Errno::INTR) => {}
             other => break other?,
         }
     };
     let mut fds = Vec::new();
-    for part in message.cmsgs()? {
-        if let ControlMessageOwned::ScmRights(numbers) = part {
-            fds.extend(numbers.into_iter().map(own));
+    for part in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = part {
+            fds.extend(rights);
         }
     }
-    let torn = message.flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC);
-    let length = message.bytes;
-    if torn {
+    // The buffer is rounded up, so that a few more may have fitted in.
+    if message.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || fds.len() > FDS_MAX {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the message is too long"));
     }
-    if length == 0 {
+    if message.bytes == 0 {
         return Ok(None);
     }
-    Ok(Some((serde_json::from_slice(&bytes[..length])?, fds)))
-}
-
-#[allow(unsafe_code, reason = "descriptors that the kernel has just made for us")]
-fn own(fd: RawFd) -> OwnedFd {
-    // SAFETY: it came with the message and nobody else has it.
-    unsafe { OwnedFd::from_raw_fd(fd) }
-}
-
-pub(crate) fn raw(fds: &[OwnedFd]) -> Vec<RawFd> {
-    fds.iter().map(AsRawFd::as_raw_fd).collect()
+    Ok(Some((serde_json::from_slice(&bytes[..message.bytes])?, fds)))
 }

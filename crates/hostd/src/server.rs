@@ -61,7 +61,7 @@ fn caller(service: &Service, socket: &OwnedFd) -> Option<i32> {
 
 fn answer(service: &Service, caller: i32, socket: &OwnedFd) -> io::Result<()> {
     setsockopt(socket, sockopt::SndBuf, &(2 * MESSAGE_MAX_BYTES))?;
-    while let Some((request, fds)) = protocol::receive::<Request>(socket.as_raw_fd())? {
+    while let Some((request, fds)) = protocol::receive::<Request>(socket)? {
         let point = point_of(&request);
         if point.is_some() {
             points::reach("host.before");
@@ -71,7 +71,7 @@ fn answer(service: &Service, caller: i32, socket: &OwnedFd) -> io::Result<()> {
             Err(error) => (Err(error), Vec::new()),
         };
         point.into_iter().for_each(points::reach);
-        protocol::send(socket.as_raw_fd(), &answer, &protocol::raw(&given))?;
+        protocol::send(socket, &answer, &given)?;
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{ImageError, Result};
 
 /// All strings of a configuration together.
-const MAX_CONFIG_BYTES: usize = 1 << 20;
+pub const MAX_CONFIG_BYTES: usize = 1 << 20;
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Settings of an image, in the words of the OCI image format.
@@ -96,6 +96,7 @@ impl ImageConfig {
             .chain(&self.cmd)
             .chain(&self.exposed_ports)
             .chain([&self.workdir, &self.user])
+            .chain(&self.stop_signal)
             .chain(pairs.flat_map(|(k, v)| [k, v]));
         let mut bytes = 0;
         for s in strings {
@@ -154,6 +155,10 @@ mod tests {
         assert_eq!(config, ImageConfig::default());
         let raw = serde_json::json!({"Env": ["A=\0"]});
         assert!(ImageConfig::from_oci(serde_json::from_value(raw).unwrap()).is_err());
+        for signal in ["SIG\0TERM".to_owned(), "S".repeat(MAX_CONFIG_BYTES)] {
+            let raw = serde_json::json!({"StopSignal": signal});
+            assert!(ImageConfig::from_oci(serde_json::from_value(raw).unwrap()).is_err());
+        }
         let raw = serde_json::json!({"Cmd": ["x".repeat(MAX_CONFIG_BYTES)]});
         assert!(ImageConfig::from_oci(serde_json::from_value(raw).unwrap()).is_err());
     }

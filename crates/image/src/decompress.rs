@@ -41,7 +41,7 @@ fn peek<R: Read>(mut from: R) -> Result<(Format, Peeked<R>)> {
 }
 
 /// A layer: plain, gzip or zstd.
-pub(crate) fn stream<'a, R: Read + 'a>(from: R) -> Result<Box<dyn Read + 'a>> {
+pub fn stream<'a, R: Read + 'a>(from: R) -> Result<Box<dyn Read + 'a>> {
     let (format, whole) = peek(from)?;
     match format {
         Format::Plain => Ok(Box::new(whole)),
@@ -56,7 +56,7 @@ pub(crate) fn stream<'a, R: Read + 'a>(from: R) -> Result<Box<dyn Read + 'a>> {
 }
 
 /// A file the user named: the above, and xz through the host's program.
-pub(crate) fn file(mut file: File) -> Result<Box<dyn Read>> {
+pub fn file(mut file: File) -> Result<Box<dyn Read>> {
     let mut start = [0u8; 6];
     let n = file.read(&mut start).ctx(|| "read the archive".into())?;
     file.seek(SeekFrom::Start(0)).ctx(|| "rewind the archive".into())?;

@@ -23,7 +23,7 @@ struct Saved {
 }
 
 /// Unpacks the archive into the empty directory `into` and finds the image in it.
-pub(crate) fn open(
+pub fn open(
     path: &Path,
     tag: Option<&str>,
     into: &Path,

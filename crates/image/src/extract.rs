@@ -96,7 +96,7 @@ impl<'a> Extractor<'a> {
         let left = self.limits.stream_bytes - self.stream_bytes;
         let counted = Counted { inner: stream, left };
         let mut tar = TarReader::new(counted);
-        while let Some(entry) = tar.next()? {
+        while let Some(entry) = tar.next_entry()? {
             progress::check(self.progress)?;
             self.count(&entry)?;
             self.entry(&mut tar, &entry, &mut layer)?;

@@ -16,8 +16,10 @@
 pub mod build;
 pub mod config;
 pub mod debian;
+pub mod decompress;
 pub mod digest;
 pub mod disk;
+pub mod docker_archive;
 pub mod error;
 pub mod extract;
 pub mod oci;
@@ -27,14 +29,12 @@ pub mod registry;
 pub mod remote;
 pub mod rootfs;
 pub mod source;
+pub mod tarball;
+pub mod token;
 pub mod tool;
 pub mod users;
 
 mod apt_sources;
-mod decompress;
-mod docker_archive;
-mod tarball;
-mod token;
 
 pub use build::{BuildRequest, Built, build};
 pub use config::ImageConfig;

@@ -20,7 +20,7 @@ use crate::{decompress, reference};
 
 /// Larger manifests, indexes and configurations are refused.
 pub(crate) const MAX_JSON_BYTES: u64 = 4 << 20;
-pub(crate) const MAX_LAYERS: usize = 512;
+pub const MAX_LAYERS: usize = 512;
 const MAX_MANIFESTS: usize = 1024;
 const MAX_INDEX_DEPTH: usize = 3;
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
@@ -37,7 +37,7 @@ pub(crate) const MANIFEST_TYPES: [&str; 4] = [
 /// What points to a piece of content.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct Descriptor {
+pub struct Descriptor {
     #[serde(default)]
     pub media_type: String,
     pub digest: String,
@@ -49,14 +49,14 @@ pub(crate) struct Descriptor {
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Platform {
+pub struct Platform {
     pub architecture: String,
     pub os: String,
 }
 
 /// A manifest or an index: told apart by what they have.
 #[derive(Debug, Deserialize)]
-pub(crate) struct Document {
+pub struct Document {
     pub config: Option<Descriptor>,
     pub layers: Option<Vec<Descriptor>>,
     pub manifests: Option<Vec<Descriptor>>,
@@ -64,7 +64,7 @@ pub(crate) struct Document {
 
 /// What is used of an image configuration.
 #[derive(Debug, Deserialize)]
-pub(crate) struct ConfigFile {
+pub struct ConfigFile {
     #[serde(default)]
     architecture: String,
     #[serde(default)]
@@ -81,7 +81,7 @@ struct RootFs {
 
 /// One image, chosen: what to apply and how to run it.
 #[derive(Debug)]
-pub(crate) struct Image {
+pub struct Image {
     /// Digest of the manifest, where there is one.
     pub digest: Option<String>,
     /// Layer files inside the layout: path, expected digest of the file where known.
@@ -92,11 +92,11 @@ pub(crate) struct Image {
 }
 
 /// An opened layout directory.
-pub(crate) struct Layout {
+pub struct Layout {
     root: RootDir,
 }
 
-pub(crate) fn blob_path(digest: &str) -> String {
+pub fn blob_path(digest: &str) -> String {
     format!("blobs/sha256/{}", digest.trim_start_matches("sha256:"))
 }
 
@@ -116,7 +116,7 @@ pub(crate) fn check_descriptor(d: &Descriptor) -> Result<()> {
 
 impl Document {
     /// The manifest parts, checked for counts and digests.
-    pub(crate) fn into_manifest(self) -> Result<(Descriptor, Vec<Descriptor>)> {
+    pub fn into_manifest(self) -> Result<(Descriptor, Vec<Descriptor>)> {
         let (Some(config), Some(layers)) = (self.config, self.layers) else {
             return Err(ImageError::image("its manifest names no config or layers"));
         };
@@ -138,7 +138,7 @@ impl Document {
 
     /// The entry of an index for this platform. `None`: an entry without a platform is the only
     /// one and must be looked into.
-    pub(crate) fn choose(&self) -> Result<Descriptor> {
+    pub fn choose(&self) -> Result<Descriptor> {
         let all = self.manifests.as_deref().unwrap_or_default();
         if all.len() > MAX_MANIFESTS {
             return Err(ImageError::LimitExceeded {
@@ -187,7 +187,7 @@ fn describe(all: &[Descriptor]) -> String {
 }
 
 impl ConfigFile {
-    pub(crate) fn into_parts(self) -> Result<(ImageConfig, Vec<String>)> {
+    pub fn into_parts(self) -> Result<(ImageConfig, Vec<String>)> {
         let found = format!("{}/{}", self.os, self.architecture);
         if found != "/" && found != PLATFORM {
             return Err(ImageError::NoPlatform { wanted: PLATFORM.to_owned(), found: show(found.as_bytes()) });
@@ -198,7 +198,7 @@ impl ConfigFile {
 }
 
 impl Layout {
-    pub(crate) fn open(path: &Path) -> Result<Self> {
+    pub fn open(path: &Path) -> Result<Self> {
         Ok(Self { root: RootDir::open(path)? })
     }
 
@@ -207,7 +207,7 @@ impl Layout {
     }
 
     /// Finds the image of this platform, and of this tag where one is given.
-    pub(crate) fn image(&self, tag: Option<&str>) -> Result<Image> {
+    pub fn image(&self, tag: Option<&str>) -> Result<Image> {
         let Some(index) = self.root.read_file("index.json", MAX_JSON_BYTES)? else {
             return Err(ImageError::image("there is no index.json: this is not an OCI image layout"));
         };
@@ -258,7 +258,7 @@ impl Layout {
     }
 
     /// Applies all layers, checking the digest of each file and of what it unpacks to.
-    pub(crate) fn apply(&self, image: &Image, to: &mut Extractor<'_>, progress: &dyn Progress) -> Result<()> {
+    pub fn apply(&self, image: &Image, to: &mut Extractor<'_>, progress: &dyn Progress) -> Result<()> {
         if !image.diff_ids.is_empty() && image.diff_ids.len() != image.layers.len() {
             return Err(ImageError::image(format!(
                 "its manifest has {} layers, its configuration {}",

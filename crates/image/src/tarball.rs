@@ -11,15 +11,15 @@ use crate::error::{ImageError, IoContext, Result};
 
 const BLOCK: usize = 512;
 /// Extended headers of one entry together.
-const MAX_PAX_BYTES: u64 = 1 << 20;
-const MAX_LONG_NAME_BYTES: u64 = 64 << 10;
+pub const MAX_PAX_BYTES: u64 = 1 << 20;
+pub const MAX_LONG_NAME_BYTES: u64 = 64 << 10;
 /// Data ranges of one sparse file.
-const MAX_SPARSE_RANGES: usize = 1 << 18;
-const MAX_XATTRS: usize = 64;
+pub const MAX_SPARSE_RANGES: usize = 1 << 18;
+pub const MAX_XATTRS: usize = 64;
 
 /// What an entry is; sizes in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub enum Kind {
     File,
     HardLink,
     Symlink,
@@ -29,8 +29,9 @@ pub(crate) enum Kind {
     Fifo,
 }
 
+/// What a header and the records before it say.
 #[derive(Debug)]
-pub(crate) struct Entry {
+pub struct Entry {
     pub kind: Kind,
     pub path: Vec<u8>,
     pub link: Vec<u8>,
@@ -47,7 +48,8 @@ pub(crate) struct Entry {
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-pub(crate) struct TarReader<R> {
+/// The archive, read once from front to end.
+pub struct TarReader<R> {
     inner: R,
     /// Payload of the current entry still in the stream.
     left: u64,
@@ -88,7 +90,7 @@ impl<R: Read> TarReader<R> {
     }
 
     /// The next entry, or `None` at the end. Payload not read before is skipped.
-    pub fn next(&mut self) -> Result<Option<Entry>> {
+    pub fn next_entry(&mut self) -> Result<Option<Entry>> {
         let mut extended = Extended::default();
         loop {
             self.skip_rest()?;

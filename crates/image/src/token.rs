@@ -18,14 +18,15 @@ impl fmt::Debug for Credentials {
     }
 }
 
+/// How a registry wants to be asked.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Challenge {
+pub enum Challenge {
     Basic,
     Bearer { realm: String, service: Option<String>, scope: Option<String> },
 }
 
 /// Reads one header value. Several challenges in one value: the first known one counts.
-pub(crate) fn parse(header: &str) -> Option<Challenge> {
+pub fn parse(header: &str) -> Option<Challenge> {
     if header.len() > MAX_CHALLENGE_BYTES {
         return None;
     }

@@ -8,6 +8,10 @@ use space_proto::link::LinkError;
 use space_vmm::{SaveError, VmmError};
 use tonic::Status;
 
+/// A text goes into the header of an answer, where it may take three times its length; a longer header is not taken at all. What
+/// a guest said may be in it.
+const TEXT_MAX_BYTES: usize = 4096;
+
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     #[error("cannot listen on {address}: {source}; is another server running, or is the address not this machine's?")]
@@ -66,7 +70,7 @@ impl NodeError {
         }
     }
 
-    /// The whole chain in one line; no cause is said twice.
+    /// The whole chain in one line; no cause is said twice. At most [`TEXT_MAX_BYTES`].
     pub(crate) fn text(&self) -> String {
         let mut text = self.to_string();
         let mut source = std::error::Error::source(self);
@@ -78,6 +82,7 @@ impl NodeError {
             }
             source = error.source();
         }
+        text.truncate(text.floor_char_boundary(TEXT_MAX_BYTES));
         text
     }
 }
@@ -93,5 +98,20 @@ impl From<NodeError> for Status {
             "cancelled" => Self::cancelled(text),
             _ => Self::internal(text),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_of_a_guest_fits_into_an_answer() {
+        let status = Status::from(NodeError::Guest("ü".repeat(50_000)));
+        assert!(
+            status.message().starts_with("the guest did not come up: ü") && status.message().len() <= TEXT_MAX_BYTES
+        );
+        let answer = status.into_http::<()>();
+        assert!(answer.headers().values().map(|value| value.len()).sum::<usize>() < 16 << 10);
     }
 }

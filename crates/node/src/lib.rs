@@ -40,6 +40,8 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio_stream::wrappers::UnixListenerStream;
 
 pub use error::NodeError;
+pub use record::Record;
+pub use template::Meta;
 
 /// What a node is made of. Everything here is read once, at its start.
 pub struct NodeConfig {

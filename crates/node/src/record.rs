@@ -49,6 +49,11 @@ impl Record {
         if std::fs::symlink_metadata(&file).ok()?.len() > RECORD_MAX_BYTES {
             return None;
         }
-        serde_json::from_slice(&std::fs::read(file).ok()?).ok()
+        Self::parse(&std::fs::read(file).ok()?)
+    }
+
+    /// `None` when it makes no sense.
+    pub fn parse(text: &[u8]) -> Option<Self> {
+        serde_json::from_slice(text).ok()
     }
 }

@@ -48,6 +48,12 @@ pub struct Meta {
 }
 
 impl Meta {
+    /// `None` when it is damaged or of another format.
+    pub fn parse(text: &[u8]) -> Option<Self> {
+        let meta: Meta = serde_json::from_slice(text).ok()?;
+        (meta.format == FORMAT).then_some(meta)
+    }
+
     pub fn defaults(&self) -> Defaults {
         let env = self.env.iter().map(|(k, v)| (k.clone(), v.clone())).collect();
         Defaults { user: self.user.clone(), workdir: self.workdir.clone(), env }
@@ -132,8 +138,7 @@ fn read(dir: &Path) -> Option<Meta> {
     if std::fs::symlink_metadata(&file).ok()?.len() > META_MAX_BYTES {
         return None;
     }
-    let meta: Meta = serde_json::from_slice(&std::fs::read(file).ok()?).ok()?;
-    (meta.format == FORMAT).then_some(meta)
+    Meta::parse(&std::fs::read(file).ok()?)
 }
 
 impl Templates {

@@ -1,8 +1,9 @@
-//! The two wire interfaces of SPACE: node ↔ guest (`guest`) and control plane ↔ node (`node`), and the link that
-//! carries the first of them over a virtio channel (`link`).
+//! The two wire interfaces of SPACE: node ↔ guest (`guest`) and control plane ↔ node (`node`), the bounds of their
+//! messages (`codec`), and the link that carries the first of them over a virtio channel (`link`).
 //!
 //! Nothing here decides anything: types, framing and bounds only.
 
+pub mod codec;
 pub mod link;
 
 // Generated code; its style is not ours to lint.

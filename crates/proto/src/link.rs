@@ -21,13 +21,13 @@
 //! frame, then the sender waits.
 
 mod connect;
-mod frame;
+pub mod frame;
 mod listen;
 mod pipe;
 mod rpc;
 mod stream;
 
-pub use connect::{Carrier, connect};
+pub use connect::{Carrier, REFUSAL_MAX_CHARS, connect};
 pub use frame::{DATA_MAX_BYTES, HEADER_BYTES, HELLO_MAX_BYTES};
 pub use listen::{Listener, Responder};
 pub use pipe::QUEUE_MAX_BYTES;

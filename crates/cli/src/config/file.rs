@@ -75,8 +75,11 @@ pub(super) fn read(path: &Path) -> Result<Vec<(&'static str, String)>, Failure> 
     if size > FILE_MAX_BYTES {
         return Err(fail("larger than 1 MiB; that is not a configuration file".into()));
     }
-    let text = std::fs::read_to_string(path).map_err(|e| fail(e.to_string()))?;
-    let file: File = toml::from_str(&text).map_err(|e| fail(e.to_string().trim_end().replace('\n', " ")))?;
+    parse(&std::fs::read_to_string(path).map_err(|e| fail(e.to_string()))?).map_err(fail)
+}
+
+fn parse(text: &str) -> Result<Vec<(&'static str, String)>, String> {
+    let file: File = toml::from_str(text).map_err(|e| e.to_string().trim_end().replace('\n', " "))?;
     let all = [
         ("data_dir", file.data_dir),
         ("listen", file.listen),
@@ -106,6 +109,19 @@ mod tests {
         let file = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(file.path(), text).expect("written");
         read(file.path())
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_text_is_known_settings_or_an_error(lines in proptest::collection::vec(
+            r#"(\[?(pool|vmm|warm|limits|x)\]?|(listen|log|size|memory|sandboxes|driver|[a-z.]{1,8}) ?= ?("[^\n]{0,8}"?|[0-9-]{1,12}|\[|\{|true))"#, 0..6,
+        )) {
+            if let Ok(settings) = parse(&lines.join("\n")) {
+                for (name, _) in settings {
+                    proptest::prop_assert!(super::super::KEYS.iter().any(|key| key.name == name), "{name}");
+                }
+            }
+        }
     }
 
     #[test]

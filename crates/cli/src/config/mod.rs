@@ -2,14 +2,13 @@
 //! `main`; nothing below reads a file or a variable again. Each value remembers where it came from.
 
 mod file;
-mod size;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-pub use size::parse_size;
+pub use space_core::size::parse_size;
 use space_node::WarmSize;
 
 use crate::env;

@@ -18,6 +18,8 @@ use crate::validate::invalid;
 const BODY_TIME: Duration = Duration::from_secs(30);
 /// So much of a body that is too long is still read.
 const READ_ON_MAX_BYTES: usize = 16 * 1024 * 1024;
+/// Every key that a sandbox can have, and what else there is to ask.
+const PARAMS_MAX: usize = limits::METADATA_KEYS_MAX + 16;
 
 /// A JSON body that must be there.
 pub struct Body<T>(pub T);
@@ -112,6 +114,9 @@ impl Params {
             if pairs.iter().any(|(n, _)| *n == name) {
                 return Err(invalid(&name, format!("{name} is given twice")));
             }
+            if pairs.len() == PARAMS_MAX {
+                return Err(invalid("query", format!("a query has at most {PARAMS_MAX} parameters")));
+            }
             pairs.push((name, value));
         }
         Ok(Self(pairs))
@@ -190,6 +195,8 @@ mod tests {
         for bad in ["paht=x", "path=%ff", "path=%4", "path=a&path=b", "%ff=1"] {
             assert!(parse(bad).is_err(), "{bad}");
         }
+        let many = |count| (0..count).map(|n| format!("metadata.{n}=&")).collect::<String>();
+        assert!(parse(&many(PARAMS_MAX)).is_ok() && parse(&many(PARAMS_MAX + 1)).is_err());
         for bad in ["wait=-1", "wait=301", "wait=x", "wait=%2B1", "wait=", "wait=99999999999999999999"] {
             assert!(parse(bad).expect("known").wait().is_err(), "{bad}");
         }

@@ -19,6 +19,8 @@ const FIRST_RESEND: Duration = Duration::from_millis(150);
 const RESEND: Duration = Duration::from_millis(300);
 /// What a dropped stream may still take to write its last frames.
 const CLOSE_GRACE: Duration = Duration::from_secs(1);
+/// Of what a guest says when it refuses.
+pub const REFUSAL_MAX_CHARS: usize = 1000;
 
 /// What carries the session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +60,8 @@ where
         error = sender.repeat(&hello, carrier) => return Err(error.into()),
     };
     if !ack.error.is_empty() {
-        return Err(LinkError::Refused(ack.error));
+        let words = ack.error.chars().map(|c| if c.is_control() { ' ' } else { c });
+        return Err(LinkError::Refused(words.take(REFUSAL_MAX_CHARS).collect()));
     }
     let session = Session::new(id);
     tokio::spawn(drive(Arc::clone(&session), receiver, sender));
@@ -112,7 +115,7 @@ impl<I: AsyncRead> Receiver<I> {
 
     async fn run(mut self, session: &Session) -> io::Result<()> {
         loop {
-            while let Some(found) = self.decoder.next() {
+            while let Some(found) = self.decoder.next_frame() {
                 match found.kind {
                     _ if found.session != session.id => {}
                     Kind::Data => {

@@ -13,7 +13,7 @@ const MAGIC: [u8; 4] = *b"SPL1";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum Kind {
+pub enum Kind {
     Hello = 1,
     HelloAck = 2,
     Data = 3,
@@ -31,7 +31,8 @@ impl Kind {
         })
     }
 
-    fn max_bytes(self) -> usize {
+    /// The longest payload.
+    pub fn max_bytes(self) -> usize {
         match self {
             Self::Hello => HELLO_MAX_BYTES,
             Self::HelloAck | Self::Data => DATA_MAX_BYTES,
@@ -41,14 +42,14 @@ impl Kind {
 }
 
 #[derive(Debug)]
-pub(super) struct Frame {
+pub struct Frame {
     pub kind: Kind,
     pub session: u64,
     pub payload: Bytes,
 }
 
 /// The first 16 bytes of a frame of this kind and session: what the host hunts for.
-pub(super) fn prefix(kind: Kind, session: u64) -> [u8; 16] {
+pub fn prefix(kind: Kind, session: u64) -> [u8; 16] {
     let mut out = [0; 16];
     out[..4].copy_from_slice(&MAGIC);
     out[4] = kind as u8;
@@ -60,7 +61,7 @@ pub(super) fn prefix(kind: Kind, session: u64) -> [u8; 16] {
 ///
 /// # Panics
 /// When the payload is larger than the kind allows: the callers bound it.
-pub(super) fn encode<'a>(kind: Kind, session: u64, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Bytes {
+pub fn encode<'a>(kind: Kind, session: u64, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Bytes {
     let len: usize = parts.clone().map(<[u8]>::len).sum();
     assert!(len <= kind.max_bytes(), "a frame of {len} bytes is larger than its kind allows");
     let mut out = BytesMut::with_capacity(HEADER_BYTES + len);
@@ -90,7 +91,7 @@ fn header(bytes: &[u8]) -> Option<Header> {
 
 /// Finds frames in a byte stream. Holds at most one frame and what one read brought.
 #[derive(Default)]
-pub(super) struct Decoder {
+pub struct Decoder {
     buffer: BytesMut,
     skipped: u64,
 }
@@ -118,7 +119,7 @@ impl Decoder {
     }
 
     /// The next whole frame; `None`: more bytes are needed.
-    pub fn next(&mut self) -> Option<Frame> {
+    pub fn next_frame(&mut self) -> Option<Frame> {
         loop {
             if self.buffer.len() < HEADER_BYTES {
                 return None;
@@ -147,7 +148,7 @@ impl Decoder {
                 return None;
             }
             if self.buffer[..16] == *wanted && header(&self.buffer).is_some() {
-                return self.next();
+                return self.next_frame();
             }
             self.buffer.advance(1);
         }
@@ -190,7 +191,7 @@ mod tests {
         let mut out = Vec::new();
         for piece in bytes.chunks(step) {
             decoder.space().extend_from_slice(piece);
-            while let Some(found) = decoder.next() {
+            while let Some(found) = decoder.next_frame() {
                 out.push(found);
             }
         }
@@ -250,7 +251,7 @@ mod tests {
         let mut decoder = Decoder::default();
         for _ in 0..200 {
             decoder.space().extend_from_slice(&[b'S'; 40_000]);
-            assert!(decoder.next().is_none());
+            assert!(decoder.next_frame().is_none());
             assert!(decoder.buffer.len() < HEADER_BYTES);
         }
     }

@@ -259,7 +259,7 @@ struct Input<I> {
 impl<I: AsyncRead> Input<I> {
     async fn run(mut self) {
         while let Ok(true) = self.fill().await {
-            while let Some(found) = self.decoder.next() {
+            while let Some(found) = self.decoder.next_frame() {
                 self.take(found).await;
             }
         }

@@ -12,14 +12,15 @@ use hyper::header::{CONTENT_TYPE, HOST};
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Mutex;
 
 use super::API_SOCKET;
 use crate::{VmDir, VmmError};
 
 /// The longest answer read; an instance's description has a few hundred bytes.
-const ANSWER_MAX_BYTES: usize = 64 << 10;
-const FAULT_MAX_CHARS: usize = 1000;
+pub const ANSWER_MAX_BYTES: usize = 64 << 10;
+pub const FAULT_MAX_CHARS: usize = 1000;
 /// Anything but a snapshot. Generous: fifty may start at once on two cores.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -135,8 +136,7 @@ impl Api {
     /// Asks for the state: `Not started`, `Running` or `Paused`.
     pub async fn state(&self, dir: &VmDir) -> Result<String, VmmError> {
         let body = self.call(dir, "the state", Method::GET, "/", None, PATIENCE).await?;
-        let instance: Result<Instance, _> = serde_json::from_slice(&body);
-        instance.map(|instance| instance.state).map_err(|error| nonsense("the state", &error))
+        state_of(&body)
     }
 
     pub async fn put(
@@ -174,14 +174,11 @@ impl Api {
             // Taken out: a caller that is cancelled or fails half-way leaves no connection in the midst of an answer.
             let mut sender = match held.take().filter(|sender| !sender.is_closed()) {
                 Some(sender) => sender,
-                None => connect(dir, what).await?,
+                None => handshake(dir.connect_owned(API_SOCKET).await?, what).await?,
             };
-            let (status, answer) = exchange(&mut sender, what, method, path, body).await?;
+            let answer = exchange(&mut sender, what, method, path, body).await?;
             *held = Some(sender);
-            if status.is_success() {
-                return Ok(answer);
-            }
-            Err(VmmError::Refused { command: what, message: fault(status, &answer) })
+            success(what, answer)
         };
         tokio::time::timeout(limit, exchange).await.map_err(|_| VmmError::Timeout { what, limit })?
     }
@@ -193,11 +190,14 @@ fn json(body: &impl Serialize) -> Bytes {
 }
 
 fn nonsense(command: &'static str, error: &dyn std::fmt::Display) -> VmmError {
-    VmmError::Refused { command, message: format!("its answer makes no sense: {error}") }
+    // The error quotes what it did not expect.
+    VmmError::Refused { command, message: legible(&format!("its answer makes no sense: {error}")) }
 }
 
-async fn connect(dir: &VmDir, command: &'static str) -> Result<SendRequest<Full<Bytes>>, VmmError> {
-    let stream = dir.connect_owned(API_SOCKET).await?;
+async fn handshake<I>(stream: I, command: &'static str) -> Result<SendRequest<Full<Bytes>>, VmmError>
+where
+    I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let made = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
     let (sender, connection) = made.map_err(|_| VmmError::Disconnected { command })?;
     tokio::spawn(async move {
@@ -225,12 +225,45 @@ async fn exchange(
     Ok((status, body.map_err(|error| nonsense(command, &error))?.to_bytes()))
 }
 
+/// One question over a fresh connection. Waits for as long as the other side is silent.
+///
+/// # Errors
+/// `Refused` with Firecracker's own message, also when its answer makes no sense; `Disconnected` when there is none.
+pub async fn ask<I>(stream: I, command: &'static str, path: &str) -> Result<Bytes, VmmError>
+where
+    I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let mut sender = handshake(stream, command).await?;
+    success(command, exchange(&mut sender, command, Method::GET, path, None).await?)
+}
+
+fn success(command: &'static str, (status, answer): (StatusCode, Bytes)) -> Result<Bytes, VmmError> {
+    if status.is_success() {
+        return Ok(answer);
+    }
+    Err(VmmError::Refused { command, message: fault(status, &answer) })
+}
+
+/// The state in an instance's description.
+///
+/// # Errors
+/// `Refused` when it is no description.
+pub fn state_of(description: &[u8]) -> Result<String, VmmError> {
+    let instance: Result<Instance, _> = serde_json::from_slice(description);
+    instance.map(|instance| instance.state).map_err(|error| nonsense("the state", &error))
+}
+
 /// Firecracker's own words, or what came instead of them.
 fn fault(status: StatusCode, answer: &[u8]) -> String {
     let words = match serde_json::from_slice::<Fault>(answer) {
         Ok(fault) => fault.fault_message,
         Err(_) => format!("status {status}: {}", String::from_utf8_lossy(answer)),
     };
+    legible(&words)
+}
+
+/// Fit for a message: bounded, on one line.
+fn legible(words: &str) -> String {
     words.chars().map(|c| if c.is_control() { ' ' } else { c }).take(FAULT_MAX_CHARS).collect()
 }
 
@@ -246,5 +279,12 @@ mod tests {
         assert!(text.contains("502") && text.contains("<html>"), "{text}");
         let long = format!(r#"{{"fault_message":"{}"}}"#, "x".repeat(20_000));
         assert_eq!(fault(StatusCode::BAD_REQUEST, long.as_bytes()).len(), FAULT_MAX_CHARS);
+    }
+
+    #[test]
+    fn an_answer_that_makes_no_sense_is_not_quoted_at_length() {
+        let text = format!("\"{}\"", "x".repeat(20_000));
+        let Err(VmmError::Refused { message, .. }) = state_of(text.as_bytes()) else { panic!("no state") };
+        assert_eq!(message.len(), FAULT_MAX_CHARS);
     }
 }

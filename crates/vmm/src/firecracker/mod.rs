@@ -9,7 +9,7 @@
 //! socket does: both ends begin anew. Firecracker ends when the guest reboots or its kernel panics; a guest that powers
 //! off without a way to say so only stands still.
 
-mod api;
+pub mod api;
 mod saved;
 mod start;
 mod version;

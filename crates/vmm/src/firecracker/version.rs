@@ -35,7 +35,7 @@ impl std::fmt::Display for Version {
 
 impl Version {
     /// The first word that is one, as in `Firecracker v1.16.1` or `v10.0.0`. A build with a suffix, as `1.16.1-dev`, is none.
-    fn find(text: &str) -> Option<Version> {
+    pub fn find(text: &str) -> Option<Version> {
         text.split_whitespace().find_map(|word| {
             let mut numbers = word.strip_prefix('v')?.split('.').map(|part| part.parse().ok());
             let version = Version { major: numbers.next()??, minor: numbers.next()??, patch: numbers.next()?? };

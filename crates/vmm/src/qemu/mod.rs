@@ -7,7 +7,7 @@
 
 mod args;
 mod console;
-mod qmp;
+pub mod qmp;
 mod start;
 mod tsc;
 mod vm;

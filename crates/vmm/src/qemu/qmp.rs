@@ -18,13 +18,15 @@ use super::PATIENCE;
 use crate::{VmmError, within};
 
 /// The longest line read: the console ring in base64 is the longest that comes in good faith.
-const MAX_LINE: u64 = 256 << 10;
+pub const MAX_LINE: u64 = 256 << 10;
 /// Commands under way at once.
 const MAX_PENDING: usize = 64;
+pub const ERROR_MAX_CHARS: usize = 1000;
+pub const REASON_MAX_CHARS: usize = 64;
 
 /// Where a migration (which is how QEMU saves and loads) stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Migration {
+pub enum Migration {
     None,
     Completed,
     Failed,
@@ -188,29 +190,97 @@ async fn send_all(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> io
 type Waiting = BTreeMap<u64, oneshot::Sender<Result<Value, String>>>;
 
 fn receive(line: &[u8], waiting: &mut Waiting, seen: &watch::Sender<Seen>) {
-    let Ok(mut message) = serde_json::from_slice::<Value>(line) else { return };
-    if let Some(reply) = message["id"].as_u64().and_then(|id| waiting.remove(&id)) {
-        let result = match message["error"]["desc"].as_str() {
-            Some(text) => Err(text.chars().take(1000).collect()),
-            None => Ok(message["return"].take()),
-        };
-        // Nobody may wait any more: a caller that was cancelled.
-        let _ = reply.send(result);
-        return;
+    match Line::parse(line) {
+        Some(Line::Answer { id, result }) => {
+            if let Some(reply) = waiting.remove(&id) {
+                // Nobody may wait any more: a caller that was cancelled.
+                let _ = reply.send(result);
+            }
+        }
+        Some(Line::Migration(now)) => seen.send_modify(|seen| seen.migration = now),
+        Some(Line::Shutdown(reason)) => seen.send_modify(|seen| seen.shutdown = Some(reason)),
+        None => {}
     }
-    match message["event"].as_str() {
-        Some("MIGRATION") => {
-            let now = match message["data"]["status"].as_str() {
-                Some("completed") => Migration::Completed,
-                Some("failed" | "cancelled") => Migration::Failed,
-                _ => return,
+}
+
+/// What a line of QEMU's says, as far as it matters here.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Line {
+    /// To the command of this number; the error in QEMU's words, at most [`ERROR_MAX_CHARS`].
+    Answer { id: u64, result: Result<Value, String> },
+    /// The migration under way has ended.
+    Migration(Migration),
+    /// The guest has shut down; the reason in QEMU's words, at most [`REASON_MAX_CHARS`].
+    Shutdown(String),
+}
+
+impl Line {
+    /// `None`: something else, or nonsense.
+    pub fn parse(line: &[u8]) -> Option<Self> {
+        let mut message: Value = serde_json::from_slice(line).ok()?;
+        if let Some(id) = message["id"].as_u64() {
+            let result = match message["error"]["desc"].as_str() {
+                Some(text) => Err(text.chars().take(ERROR_MAX_CHARS).collect()),
+                None => Ok(message["return"].take()),
             };
-            seen.send_modify(|seen| seen.migration = now);
+            return Some(Self::Answer { id, result });
         }
-        Some("SHUTDOWN") => {
-            let reason: String = message["data"]["reason"].as_str().unwrap_or("unknown").chars().take(64).collect();
-            seen.send_modify(|seen| seen.shutdown = Some(reason));
+        match message["event"].as_str()? {
+            "MIGRATION" => match message["data"]["status"].as_str()? {
+                "completed" => Some(Self::Migration(Migration::Completed)),
+                "failed" | "cancelled" => Some(Self::Migration(Migration::Failed)),
+                _ => None,
+            },
+            "SHUTDOWN" => {
+                let reason = message["data"]["reason"].as_str().unwrap_or("unknown");
+                Some(Self::Shutdown(reason.chars().take(REASON_MAX_CHARS).collect()))
+            }
+            _ => None,
         }
-        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_told_apart_and_bounded() {
+        let parse = |text: &str| Line::parse(text.as_bytes());
+        assert_eq!(parse(r#"{"return":{"a":1},"id":7}"#), Some(Line::Answer { id: 7, result: Ok(json!({"a": 1})) }));
+        let long = "ü".repeat(5000);
+        let Some(Line::Answer { id: 1, result: Err(text) }) =
+            parse(&json!({"id": 1, "error": {"desc": long}}).to_string())
+        else {
+            panic!("an error is an answer");
+        };
+        assert_eq!(text.chars().count(), ERROR_MAX_CHARS);
+        let event = json!({"event": "SHUTDOWN", "data": {"reason": long}});
+        let Some(Line::Shutdown(text)) = parse(&event.to_string()) else { panic!("a shutdown") };
+        assert_eq!(text.chars().count(), REASON_MAX_CHARS);
+        let event = |status: &str| json!({"event": "MIGRATION", "data": {"status": status}}).to_string();
+        assert_eq!(parse(&event("failed")), Some(Line::Migration(Migration::Failed)));
+        for nothing in ["", "7", "[]", "null", "{}", r#"["id"]"#, r#"{"id":"x"}"#, &event("active"), "{\"id\":1"] {
+            assert_eq!(parse(nothing), None, "{nothing}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_line_without_end_ends_the_connection() {
+        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        let qmp = Qmp::new(ours);
+        let flood = tokio::spawn(async move {
+            use tokio::io::AsyncWriteExt as _;
+            let mut theirs = theirs;
+            let mut sent = 0u64;
+            while theirs.write_all(&[b'x'; 4096]).await.is_ok() {
+                sent += 4096;
+            }
+            sent
+        });
+        qmp.seen().wait_for(|seen| seen.closed).await.expect("still there");
+        drop(qmp);
+        let sent = flood.await.expect("no panic");
+        assert!(sent < MAX_LINE + (1 << 20), "{sent} bytes were taken");
     }
 }
