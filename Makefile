@@ -5,7 +5,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 BUILD_PACKAGES := protobuf-compiler gcc libc6-dev make pkg-config git
 RELEASE := target/release
 
-.PHONY: help deps build setup demo test lint clean
+.PHONY: help deps build setup demo test lint fuzz clean
 
 help:
 	@echo "make build   release binaries in $(RELEASE): space, space-hostd, space-daemon"
@@ -13,6 +13,7 @@ help:
 	@echo "make demo    build, set up, start the server, run a program in a microVM, measure"
 	@echo "make test    format, lints, licences, all tests with real VMs (needs root)"
 	@echo "make lint    only what needs no VM"
+	@echo "make fuzz    every parser of hostile bytes against a fuzzer, FUZZ_SECONDS=30 each (FUZZ_TARGETS=... for some)"
 	@echo "make clean   remove build results and the stage of the tests"
 
 # Only what is missing is installed, so that a prepared machine needs neither root nor a network here.
@@ -44,6 +45,11 @@ test: build
 
 lint: build
 	$(RELEASE)/xtask lint
+
+# libFuzzer is C++. The compiler for it is asked for here only: nothing that is shipped needs it.
+fuzz: deps
+	@command -v c++ >/dev/null || { echo "a C++ compiler is missing: apt-get install g++"; exit 1; }
+	$(CARGO) xtask fuzz $(FUZZ_TARGETS)
 
 clean:
 	-[ ! -x $(RELEASE)/space ] || [ ! -e target/test-stage/data/run/server.lock ] || \

@@ -3,6 +3,7 @@
 //! `make` builds the release binaries and calls this; `cargo xtask TASK` does as well.
 
 mod demo;
+mod fuzz;
 mod stage;
 mod test;
 mod tidy;
@@ -45,7 +46,7 @@ fn shown(command: &Command) -> String {
     words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-const USAGE: &str = "usage: xtask tidy | demo | measure | test | lint";
+const USAGE: &str = "usage: xtask tidy | demo | measure | test | lint | fuzz [TARGET …]";
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
         ["measure"] => demo::figures(),
         ["lint"] => test::lint(),
         ["test"] => test::run_all(),
+        ["fuzz", ref targets @ ..] => fuzz::run_all(targets),
         _ => Err(anyhow::anyhow!(USAGE)),
     };
     match result {

@@ -162,6 +162,25 @@ fn check_licences(metadata: &Value, faults: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
+/// Names and versions in a lock file.
+fn locked(path: &str) -> Result<BTreeSet<(String, String)>> {
+    let lock: toml::Table = toml::from_str(&fs::read_to_string(root().join(path))?).with_context(|| path.to_owned())?;
+    let word = |package: &toml::Value, key: &str| package.get(key).and_then(|v| v.as_str()).unwrap_or("").to_owned();
+    let packages = lock["package"].as_array().context("no packages")?;
+    Ok(packages.iter().map(|package| (word(package, "name"), word(package, "version"))).collect())
+}
+
+/// What is fuzzed is what is shipped: a crate of both workspaces has one version.
+fn check_locks(faults: &mut Vec<String>) -> Result<()> {
+    let own = locked("Cargo.lock")?;
+    let names: BTreeSet<&str> = own.iter().map(|(name, _)| name.as_str()).collect();
+    for (name, version) in locked("fuzz/Cargo.lock")?.difference(&own).filter(|(name, _)| names.contains(name.as_str()))
+    {
+        faults.push(format!("fuzz/Cargo.lock: {name} {version} is not the version in Cargo.lock"));
+    }
+    Ok(())
+}
+
 pub fn run() -> Result<()> {
     let files = files()?;
     let mut faults = Vec::new();
@@ -170,6 +189,7 @@ pub fn run() -> Result<()> {
     let metadata = metadata()?;
     check_dependencies(&metadata, &mut faults)?;
     check_licences(&metadata, &mut faults)?;
+    check_locks(&mut faults)?;
     if faults.is_empty() {
         println!("tidy: {} files, nothing to say", files.len());
         return Ok(());
