@@ -27,8 +27,14 @@ pub struct Record {
     pub cgroup: String,
     pub started_unix_ms: i64,
     pub vmm: Option<ProcessIdentity>,
-    /// The guest has confirmed its refresh. Until then the VM is half made, however alive.
+    /// The guest has confirmed its refresh. Until then the VM is half made, however alive. Records of a server that did not know
+    /// this are of sandboxes that ran.
+    #[serde(default = "yes")]
     pub confirmed: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Record {

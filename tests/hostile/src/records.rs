@@ -44,10 +44,12 @@ pub fn seeds() -> Vec<Seed> {
         compatibility: "vmm=qemu state=7.2".to_owned(),
         guest_protocol: 1,
         created_unix_ms: 1_700_000_000_000,
+        build_id: "op-01h455vb4pex5vsknk084sn02q".to_owned(),
     };
     let record = json!({
         "sandbox": "sbx-01h455vb4pex5vsknk084sn02q", "run": 1, "generation": 2, "template": "sha256:00", "memory_mib": 512,
         "slot": 3, "cgroup": "sbx-01h455vb4pex5vsknk084sn02q", "started_unix_ms": 5, "vmm": null,
+        "confirmed": true,
     });
     let text = serde_json::to_vec(&meta).expect("plain data");
     let other_format = serde_json::to_vec(&Meta { format: 2, ..meta }).expect("plain data");
