@@ -185,7 +185,8 @@ pub fn vmms_in(folder: &Path) -> Vec<u32> {
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
         let Ok(name) = std::fs::read_to_string(entry.path().join("comm")) else { continue };
-        if name.starts_with("qemu-system") && identity(&entry.path().join("cwd")) == Some(wanted) {
+        let vmm = name.starts_with("qemu-system") || name.starts_with("firecracker");
+        if vmm && identity(&entry.path().join("cwd")) == Some(wanted) {
             found.push(pid);
         }
     }
