@@ -185,7 +185,7 @@ fn prepare(spec: SpawnSpec, cage: Option<Cage>) -> io::Result<Child> {
         cwd: File::open(&spec.cwd)?.into(),
         uid: spec.uid,
         gid: spec.gid,
-        cgroups: spec.cgroup.as_ref().map_or(Ok(Vec::new()), Cgroup::open_procs)?,
+        group: spec.cgroup.as_ref().map(Cgroup::entry).transpose()?,
         inherited: spec.inherited,
         limits,
         env: spec.env.into_iter().map(CString::new).collect::<Result<Vec<_>, _>>()?,

@@ -6,7 +6,6 @@
 #![allow(unsafe_code, reason = "clone3, the raw system calls after it, and the registration of a descriptor")]
 
 use std::ffi::{CStr, CString};
-use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
@@ -17,6 +16,7 @@ use nix::libc;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+use crate::cgroup::Entry;
 use crate::jail::mounts::{self, Kind};
 use crate::jail::{self, Jail};
 use crate::process::Rights;
@@ -24,6 +24,8 @@ use crate::seccomp;
 
 /// The number of the first inherited descriptor in the program; the others follow.
 pub const FIRST_INHERITED: RawFd = 3;
+/// Of the kernel's interface; the C library's bindings have it as a type that does not hold it.
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 /// Where descriptors wait in the child until the low numbers are free.
 const HIGH: RawFd = 200;
 const NAMESPACES: libc::c_int =
@@ -39,8 +41,7 @@ pub(crate) struct Child {
     pub cwd: OwnedFd,
     pub uid: libc::uid_t,
     pub gid: libc::gid_t,
-    /// `cgroup.procs` files to write "0" (myself) to.
-    pub cgroups: Vec<File>,
+    pub group: Option<Entry>,
     /// The program finds them from [`FIRST_INHERITED`] on.
     pub inherited: Vec<OwnedFd>,
     pub limits: Vec<(libc::__rlimit_resource_t, u64)>,
@@ -227,8 +228,10 @@ impl Child {
         // SAFETY: plain system calls on memory made before the clone; every string and list ends with NUL.
         unsafe {
             check(0, libc::setsid())?;
-            for procs in &self.cgroups {
-                check(9, (libc::write(procs.as_raw_fd(), c"0".as_ptr().cast(), 1) as libc::c_int).min(0))?;
+            if let Some(Entry::Joins(files)) = &self.group {
+                for tasks in files {
+                    check(9, (libc::write(tasks.as_raw_fd(), c"0".as_ptr().cast(), 1) as libc::c_int).min(0))?;
+                }
             }
             match &self.cage {
                 Some(cage) => cage.enter()?,
@@ -279,6 +282,10 @@ impl Child {
             request.flags = (libc::CLONE_PIDFD | namespaces) as u64;
             request.pidfd = &raw mut pidfd as u64;
             request.exit_signal = libc::SIGCHLD as u64;
+            if let Some(Entry::Born(folder)) = &self.group {
+                request.flags |= CLONE_INTO_CGROUP;
+                request.cgroup = folder.as_raw_fd() as u64;
+            }
             let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = (std::mem::zeroed(), std::mem::zeroed());
             libc::sigfillset(&mut all);
             libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);

@@ -11,9 +11,11 @@ pub mod dir;
 pub mod firecracker;
 pub mod guest_kernel;
 pub mod initramfs;
+mod machine;
 pub mod qemu;
 mod reflink;
 mod said;
+mod started;
 
 use std::fmt;
 use std::path::PathBuf;

@@ -4,7 +4,6 @@
 //! in which it may make files, a VMM that a guest has taken over could fill the pool. What a save writes, the node makes.
 
 use std::fs::{File, OpenOptions};
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::time::Duration;
 
@@ -12,15 +11,12 @@ use nix::libc;
 use nix::sys::stat::Mode;
 use space_hostd::host::Host;
 use space_hostd::jail;
-use space_hostd::pool::Area;
-use space_hostd::process::{Exit, VmmProcess};
-use space_hostd::protocol::Start;
 
 use super::api::{self, Api, PATIENCE, RateLimiter, TokenBucket};
 use super::vm::{FirecrackerVm, exit_reason};
 use super::{API_SOCKET, CONSOLE_PIPE, FirecrackerConfig, Transport, VSOCK_SOCKET, saved};
 use crate::dir::{DEVICE_STATE, DISK, MEMORY, RUN};
-use crate::said::Said;
+use crate::started::{Program, Started, bad_state};
 use crate::{AfterRestore, ProcessIdentity, VmDir, VmSpec, VmmError, within};
 
 const OPEN_FILES: u64 = 1024;
@@ -32,11 +28,17 @@ const CONSOLE_LIMIT: TokenBucket = TokenBucket { size: 64 << 10, one_time_burst:
 /// Randomness is for seeding, not for filling disks.
 const ENTROPY_LIMIT: TokenBucket = TokenBucket { size: 64 << 10, one_time_burst: None, refill_time: 1000 };
 
-struct Started {
-    process: VmmProcess,
+/// A Firecracker whose interface answers.
+struct Ready {
+    started: Started,
     api: Api,
-    said: Said,
     console: File,
+}
+
+impl Ready {
+    fn into_vm(self, dir: &VmDir, reset_announced: bool) -> FirecrackerVm {
+        FirecrackerVm::new(dir.clone(), self.started.process, self.api, self.console, reset_announced)
+    }
 }
 
 /// Makes `run/` anew, with the pipe of the console in it.
@@ -66,35 +68,24 @@ async fn start(
     spec: &VmSpec,
     dir: &VmDir,
     state: Option<&str>,
-) -> Result<Started, VmmError> {
+) -> Result<Ready, VmmError> {
     let console = make_run_folder(dir)?;
-    let disk_bytes = std::fs::metadata(dir.file(DISK)).map_err(dir.error("inspect", DISK))?.len();
-    let (said, output) = Said::listen(dir)?;
     let mut args: Vec<String> = ["--api-sock", API_SOCKET, "--id", "vm", "--level", "Warn"].map(str::to_owned).to_vec();
     if config.transport == Transport::Pci {
         args.push("--enable-pci".to_owned());
     }
-    let start = Start {
-        driver: super::NAME.to_owned(),
+    let program = Program {
+        driver: super::NAME,
         args,
-        // Found by the folder.
-        area: Area::Sandboxes,
-        name: String::new(),
-        slot: spec.jail.slot,
-        group: spec.jail.group.clone(),
         boot: state.is_none(),
-        given: [MEMORY, DISK, RUN].into_iter().chain(state).map(str::to_owned).collect(),
+        given: [MEMORY, DISK, RUN].into_iter().chain(state).collect(),
         open_files: OPEN_FILES,
-        // No file of it may outgrow what it was given, whatever becomes of Firecracker.
-        file_size_bytes: disk_bytes.max(u64::from(spec.memory_mib) << 20),
+        inherited: Vec::new(),
+        exit_reason,
     };
-    let fds: [OwnedFd; 1] = [output];
-    let process = host.start(dir.path(), start, &fds)?;
-    let started = Started { process, api: Api::default(), said, console };
-    // Our end would keep the pipe of its messages open.
-    drop(fds);
-    or_kill(&started, async { within("its start", PATIENCE, listening(dir)).await? }).await?;
-    Ok(started)
+    let started = Started::new(host, spec, dir, program)?;
+    started.or_kill(async { within("its start", PATIENCE, listening(dir)).await? }).await?;
+    Ok(Ready { started, api: Api::default(), console })
 }
 
 /// Waits for the socket of the interface.
@@ -109,31 +100,9 @@ async fn listening(dir: &VmDir) -> Result<(), VmmError> {
     Ok(())
 }
 
-/// Waits for `act`, and kills a Firecracker for which it fails: nothing half-started is left.
-async fn or_kill<T>(started: &Started, act: impl Future<Output = Result<T, VmmError>>) -> Result<T, VmmError> {
-    let result = tokio::select! {
-        biased;
-        result = act => result,
-        exit = started.process.wait() => Err(died(started, exit).await),
-    };
-    if let Err(error) = result {
-        started.process.kill()?;
-        let exit = started.process.wait().await;
-        return Err(match error {
-            VmmError::Disconnected { .. } => died(started, exit).await,
-            other => other,
-        });
-    }
-    result
-}
-
-async fn died(started: &Started, exit: Exit) -> VmmError {
-    VmmError::Died { reason: exit_reason(exit), said: started.said.last_words().await }
-}
-
-async fn put_serial(started: &Started, dir: &VmDir) -> Result<(), VmmError> {
+async fn put_serial(ready: &Ready, dir: &VmDir) -> Result<(), VmmError> {
     let serial = api::Serial { serial_out_path: CONSOLE_PIPE, rate_limiter: CONSOLE_LIMIT };
-    started.api.put(dir, "the console", "/serial", &serial, PATIENCE).await
+    ready.api.put(dir, "the console", "/serial", &serial, PATIENCE).await
 }
 
 fn kernel_cmdline(config: &FirecrackerConfig, spec: &VmSpec) -> String {
@@ -152,8 +121,8 @@ fn kernel_cmdline(config: &FirecrackerConfig, spec: &VmSpec) -> String {
     line
 }
 
-async fn configure(config: &FirecrackerConfig, spec: &VmSpec, dir: &VmDir, started: &Started) -> Result<(), VmmError> {
-    let api = &started.api;
+async fn configure(config: &FirecrackerConfig, spec: &VmSpec, dir: &VmDir, ready: &Ready) -> Result<(), VmmError> {
+    let api = &ready.api;
     let machine = api::MachineConfig { vcpu_count: spec.vcpus, mem_size_mib: spec.memory_mib, track_dirty_pages: true };
     let args = kernel_cmdline(config, spec);
     let boot = api::BootSource { kernel_image_path: jail::KERNEL, initrd_path: jail::INITRAMFS, boot_args: &args };
@@ -167,7 +136,7 @@ async fn configure(config: &FirecrackerConfig, spec: &VmSpec, dir: &VmDir, start
     };
     let vsock = api::Vsock { guest_cid: GUEST_CID, uds_path: VSOCK_SOCKET };
     let entropy = api::Entropy { rate_limiter: RateLimiter { bandwidth: Some(ENTROPY_LIMIT), ops: None } };
-    put_serial(started, dir).await?;
+    put_serial(ready, dir).await?;
     api.put(dir, "the machine", "/machine-config", &machine, PATIENCE).await?;
     api.put(dir, "the kernel", "/boot-source", &boot, PATIENCE).await?;
     api.put(dir, "the disk", "/drives/disk", &drive, PATIENCE).await?;
@@ -186,13 +155,13 @@ pub(super) async fn boot(
     dir.create_memory(u64::from(spec.memory_mib) << 20)?;
     // Nothing of the guest is in that file yet.
     saved::mark_stale(dir)?;
-    let started = start(config, spec, dir, None).await?;
-    or_kill(&started, async {
-        configure(config.0, spec, dir, &started).await?;
+    let ready = start(config, spec, dir, None).await?;
+    let configured = async {
+        configure(config.0, spec, dir, &ready).await?;
         dir.close_folder(RUN)
-    })
-    .await?;
-    Ok(FirecrackerVm::new(dir.clone(), started.process, started.api, started.console, false))
+    };
+    ready.started.or_kill(configured).await?;
+    Ok(ready.into_vm(dir, false))
 }
 
 pub(super) async fn restore(
@@ -208,25 +177,23 @@ pub(super) async fn restore(
         let message = format!("the memory has {memory} bytes, and the VM {} MiB", spec.memory_mib);
         return Err(VmmError::BadState { message });
     }
-    let started = start(config, spec, dir, Some(DEVICE_STATE)).await?;
+    let ready = start(config, spec, dir, Some(DEVICE_STATE)).await?;
     let load = api::LoadSnapshot {
         snapshot_path: DEVICE_STATE,
         mem_backend: api::MemoryBackend { backend_type: "File", backend_path: MEMORY },
         track_dirty_pages: true,
         resume_vm: then == AfterRestore::Run,
     };
-    let loaded = or_kill(&started, async {
-        put_serial(&started, dir).await?;
-        started.api.put(dir, "the saved state", "/snapshot/load", &load, PATIENCE).await?;
+    let loaded = ready.started.or_kill(async {
+        put_serial(&ready, dir).await?;
+        ready.api.put(dir, "the saved state", "/snapshot/load", &load, PATIENCE).await?;
         dir.close_folder(RUN)
     });
     loaded.await.map_err(|error| match error {
         VmmError::Refused { command: "the saved state", message } => VmmError::BadState { message },
-        // It ends by itself when a state does not fit.
-        VmmError::Died { reason: crate::ExitReason::Failed { .. }, said } => VmmError::BadState { message: said },
-        other => other,
+        other => bad_state(other),
     })?;
-    Ok(FirecrackerVm::new(dir.clone(), started.process, started.api, started.console, true))
+    Ok(ready.into_vm(dir, true))
 }
 
 pub(super) async fn adopt(host: &Host, dir: &VmDir, identity: ProcessIdentity) -> Result<FirecrackerVm, VmmError> {

@@ -5,27 +5,24 @@
 //! without one nothing reaches the guest any more. A signal also keeps the connections, takes no round trip, and holds
 //! a VMM that has other plans. Firecracker's own pause is left to saves.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Read;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use space_hostd::process::{Exit, VmmProcess};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
-use tokio::sync::watch;
-use tokio::task::JoinHandle;
 
 use super::api::{self, Api};
 use super::saved::{self, DIFF, Kind, NEW_MEMORY, NEW_STATE};
 use super::{AGENT_PORT, VSOCK_SOCKET};
 use crate::dir::DISK;
+use crate::machine::{Machine, Supervisor, blocking, sync_files};
 use crate::{ExitReason, ProcessIdentity, SaveError, SaveKind, Vm, VmDir, VmStatus, VmmError, console, within};
 
-/// How long a killed Firecracker may take to end.
-const END_PATIENCE: Duration = Duration::from_secs(10);
 /// A full snapshot writes all memory; a slow disk has a few MiB a millisecond, a terrible one this much time.
 const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(600);
 /// How often a VMM is asked whether it is still there, and after how many failures it is ended.
@@ -41,29 +38,18 @@ const ANSWER_MAX_BYTES: usize = 32;
 const CONSOLE_BYTES: u64 = 64 << 10;
 
 struct Inner {
-    /// Where the folder is now: a parked VM's is renamed when a sandbox takes it.
-    dir: RwLock<VmDir>,
-    process: VmmProcess,
+    machine: Machine,
     api: Api,
     console: File,
     /// Saved, and not run since: the state on disk is the current one.
     saved: AtomicBool,
     /// Paused by Firecracker, and the guest will learn that its connections are gone: resuming is safe.
     reset_announced: AtomicBool,
-    /// One save at a time, and no resume in the midst of it.
-    verbs: tokio::sync::Mutex<()>,
 }
 
 pub(super) struct FirecrackerVm {
     inner: Arc<Inner>,
-    exit: watch::Receiver<Option<ExitReason>>,
-    supervisor: JoinHandle<()>,
-}
-
-impl Drop for FirecrackerVm {
-    fn drop(&mut self) {
-        self.supervisor.abort();
-    }
+    supervisor: Supervisor,
 }
 
 /// Firecracker ends with success when the guest reset itself, which a panic does too.
@@ -77,70 +63,56 @@ pub(super) fn exit_reason(exit: Exit) -> ExitReason {
 }
 
 /// Waits for the end, and ends a VMM that has not answered for long: nothing of it could be saved or stopped any more.
-async fn supervise(inner: Arc<Inner>, exit: watch::Sender<Option<ExitReason>>) {
+async fn supervise(inner: Arc<Inner>) -> ExitReason {
+    let process = &inner.machine.process;
     let mut silences = 0;
     let ended = loop {
         tokio::select! {
-            ended = inner.process.wait() => break ended,
+            ended = process.wait() => break ended,
             () = tokio::time::sleep(WATCH_EVERY) => {}
         }
         // A save has limits of its own, and nothing else is answered while it lasts.
-        let Ok(_verb) = inner.verbs.try_lock() else { continue };
-        if inner.process.is_stopped() {
+        let Ok(_verb) = inner.machine.verbs.try_lock() else { continue };
+        if process.is_stopped() {
             continue;
         }
-        match inner.api.state(&inner.dir()).await {
+        match inner.api.state(&inner.machine.dir()).await {
             Ok(_) => silences = 0,
             Err(error) => {
                 silences += 1;
-                tracing::warn!(%error, silences, pid = inner.process.identity().pid, "a Firecracker does not answer");
+                tracing::warn!(%error, silences, pid = process.identity().pid, "a Firecracker does not answer");
             }
         }
         if silences >= SILENCES_MAX {
-            tracing::error!(pid = inner.process.identity().pid, "ending a Firecracker that does not answer");
-            let _ = inner.process.kill();
+            tracing::error!(pid = process.identity().pid, "ending a Firecracker that does not answer");
+            let _ = process.kill();
         }
     };
     if let Err(error) = inner.drain_console() {
         tracing::debug!(%error, "the console of a VM that ended is lost");
     }
-    exit.send_replace(Some(exit_reason(ended)));
+    exit_reason(ended)
 }
 
 impl FirecrackerVm {
     /// `reset_announced`: it was just loaded from a snapshot, and may be paused.
     pub(super) fn new(dir: VmDir, process: VmmProcess, api: Api, console: File, reset_announced: bool) -> Self {
         let inner = Inner {
-            dir: RwLock::new(dir),
-            process,
+            machine: Machine::new(dir, process),
             api,
             console,
             saved: AtomicBool::new(false),
             reset_announced: AtomicBool::new(reset_announced),
-            verbs: tokio::sync::Mutex::new(()),
         };
         let inner = Arc::new(inner);
-        let (exit_sender, exit) = watch::channel(None);
-        let supervisor = tokio::spawn(supervise(inner.clone(), exit_sender));
-        FirecrackerVm { inner, exit, supervisor }
+        let supervisor = Supervisor::start(supervise(inner.clone()));
+        FirecrackerVm { inner, supervisor }
     }
-}
-
-/// Work on files, away from the runtime's own threads.
-async fn blocking<T: Send + 'static>(
-    what: &'static str,
-    work: impl FnOnce() -> Result<T, VmmError> + Send + 'static,
-) -> Result<T, VmmError> {
-    tokio::task::spawn_blocking(work).await.unwrap_or(Err(VmmError::Disconnected { command: what }))
 }
 
 impl Inner {
-    fn dir(&self) -> VmDir {
-        self.dir.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
     async fn is_running(&self) -> Result<bool, VmmError> {
-        match self.api.state(&self.dir()).await?.as_str() {
+        match self.api.state(&self.machine.dir()).await?.as_str() {
             "Running" => Ok(true),
             "Paused" => Ok(false),
             other => {
@@ -154,12 +126,12 @@ impl Inner {
     /// Firecracker's own pause, to be followed by a snapshot.
     async fn pause_for_save(&self) -> Result<(), VmmError> {
         self.reset_announced.store(false, Ordering::Release);
-        self.api.patch(&self.dir(), "pause", "/vm", &api::VmState { state: "Paused" }).await
+        self.api.patch(&self.machine.dir(), "pause", "/vm", &api::VmState { state: "Paused" }).await
     }
 
     async fn resume(&self) -> Result<(), VmmError> {
-        if self.process.is_stopped() {
-            self.process.go_on()?;
+        if self.machine.process.is_stopped() {
+            self.machine.process.go_on()?;
         }
         if self.is_running().await? {
             return Ok(());
@@ -169,18 +141,18 @@ impl Inner {
             self.write_state(SaveKind::Changed).await?;
         }
         self.saved.store(false, Ordering::Release);
-        self.api.patch(&self.dir(), "resume", "/vm", &api::VmState { state: "Resumed" }).await
+        self.api.patch(&self.machine.dir(), "resume", "/vm", &api::VmState { state: "Resumed" }).await
     }
 
     async fn write_state(&self, wanted: SaveKind) -> Result<(), VmmError> {
-        let dir = self.dir();
+        let dir = self.machine.dir();
         let kind = blocking("save", move || saved::prepare(&dir, wanted)).await?;
         let (snapshot_type, memory) = match kind {
             Kind::Full => ("Full", NEW_MEMORY),
             Kind::Diff => ("Diff", DIFF),
         };
         let create = api::CreateSnapshot { snapshot_type, snapshot_path: NEW_STATE, mem_file_path: memory };
-        let dir = self.dir();
+        let dir = self.machine.dir();
         let made = self.api.put(&dir, "the snapshot", "/snapshot/create", &create, SNAPSHOT_PATIENCE).await;
         // The guest's connections are reset before the device state is written.
         if made.is_ok() || std::fs::metadata(dir.file(NEW_STATE)).is_ok_and(|meta| meta.len() > 0) {
@@ -213,13 +185,13 @@ impl Inner {
         let mut bytes = Vec::new();
         // The end of what is there is an error: the pipe does not wait.
         let _ = (&self.console).take(CONSOLE_BYTES).read_to_end(&mut bytes);
-        console::append(&self.dir(), &bytes)
+        console::append(&self.machine.dir(), &bytes)
     }
 
     /// One attempt to reach the guest's port.
     async fn connect_agent(&self) -> Result<UnixStream, VmmError> {
         const COMMAND: &str = "the guest's channel";
-        let mut stream = self.dir().connect_owned(VSOCK_SOCKET).await?;
+        let mut stream = self.machine.dir().connect_owned(VSOCK_SOCKET).await?;
         let lost = |_| VmmError::Disconnected { command: COMMAND };
         stream.write_all(format!("CONNECT {AGENT_PORT}\n").as_bytes()).await.map_err(lost)?;
         let mut answer = Vec::new();
@@ -238,42 +210,37 @@ impl Inner {
 #[async_trait]
 impl Vm for FirecrackerVm {
     fn identity(&self) -> ProcessIdentity {
-        self.inner.process.identity()
+        self.inner.machine.process.identity()
     }
 
     async fn pause(&self) -> Result<(), VmmError> {
-        let _verb = self.inner.verbs.lock().await;
-        Ok(self.inner.process.stop().await?)
+        let _verb = self.inner.machine.verbs.lock().await;
+        Ok(self.inner.machine.process.stop().await?)
     }
 
     async fn resume(&self) -> Result<(), VmmError> {
-        let _verb = self.inner.verbs.lock().await;
+        let _verb = self.inner.machine.verbs.lock().await;
         self.inner.resume().await
     }
 
     async fn status(&self) -> Result<VmStatus, VmmError> {
-        if self.exit.borrow().is_some() {
+        if self.supervisor.has_ended() {
             return Ok(VmStatus::Ended);
         }
-        let running = !self.inner.process.is_stopped() && self.inner.is_running().await?;
+        let running = !self.inner.machine.process.is_stopped() && self.inner.is_running().await?;
         Ok(if running { VmStatus::Running } else { VmStatus::Paused })
     }
 
     async fn sync_ahead(&self) -> Result<(), VmmError> {
-        let dir = self.inner.dir();
-        blocking("sync", move || {
-            let file = dir.open(DISK, OpenOptions::new().read(true))?;
-            file.sync_data().map_err(dir.error("write", DISK))
-        })
-        .await
+        sync_files(self.inner.machine.dir(), &[DISK]).await
     }
 
     async fn save(&self, kind: SaveKind) -> Result<(), SaveError> {
-        let _verb = self.inner.verbs.lock().await;
-        let stopped = self.inner.process.is_stopped();
+        let _verb = self.inner.machine.verbs.lock().await;
+        let stopped = self.inner.machine.process.is_stopped();
         if stopped {
             // It runs for the moment that Firecracker's own pause takes.
-            self.inner.process.go_on().map_err(|error| SaveError::Terminal(error.into()))?;
+            self.inner.machine.process.go_on().map_err(|error| SaveError::Terminal(error.into()))?;
         }
         let running = self.inner.is_running().await.map_err(SaveError::Terminal)?;
         if !running && self.inner.saved.load(Ordering::Acquire) {
@@ -292,13 +259,11 @@ impl Vm for FirecrackerVm {
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
-        self.inner.process.kill()?;
-        within("SIGKILL", END_PATIENCE, self.inner.process.wait()).await.map(drop)
+        self.inner.machine.kill().await
     }
 
     async fn wait(&self) -> ExitReason {
-        let mut exit = self.exit.clone();
-        exit.wait_for(Option::is_some).await.ok().and_then(|exit| exit.clone()).unwrap_or(ExitReason::Unknown)
+        self.supervisor.ended().await
     }
 
     /// Tries until the guest takes the connection or the VM ends.
@@ -307,7 +272,7 @@ impl Vm for FirecrackerVm {
         loop {
             match within("a connection", CONNECT_PATIENCE, self.inner.connect_agent()).await {
                 Ok(Ok(stream)) => return Ok(stream),
-                Ok(Err(error)) | Err(error) if !self.inner.process.is_alive() => return Err(error),
+                Ok(Err(error)) | Err(error) if !self.inner.machine.process.is_alive() => return Err(error),
                 _ => {}
             }
             tokio::time::sleep(pause).await;
@@ -320,7 +285,7 @@ impl Vm for FirecrackerVm {
     }
 
     fn moved(&self, dir: &VmDir) {
-        *self.inner.dir.write().unwrap_or_else(PoisonError::into_inner) = dir.clone();
+        self.inner.machine.moved(dir);
     }
 
     async fn drain_console(&self) -> Result<(), VmmError> {

@@ -5,9 +5,7 @@ use std::os::fd::OwnedFd;
 
 use serde_json::{Value, json};
 use space_hostd::host::Host;
-use space_hostd::pool::Area;
-use space_hostd::process::{self, FIRST_INHERITED, VmmProcess};
-use space_hostd::protocol::Start;
+use space_hostd::process::FIRST_INHERITED;
 
 use super::PATIENCE;
 use super::QemuConfig;
@@ -15,7 +13,7 @@ use super::args::{self, Begin, Fds};
 use super::qmp::Qmp;
 use super::vm::{QemuVm, exit_reason};
 use crate::dir::{AGENT_SOCKET, DEVICE_STATE, DISK, MEMORY, QMP_SOCKET};
-use crate::said::Said;
+use crate::started::{Program, Started, bad_state};
 use crate::{AfterRestore, ProcessIdentity, VmDir, VmSpec, VmmError, within};
 
 const OPEN_FILES: u64 = 512;
@@ -23,66 +21,26 @@ const OPEN_FILES: u64 = 512;
 const FDS: Fds = Fds { qmp: FIRST_INHERITED, agent: FIRST_INHERITED + 1 };
 const STATE_FD: i32 = FIRST_INHERITED + 2;
 
-struct Started {
-    process: VmmProcess,
-    qmp: Qmp,
-    said: Said,
-}
-
 /// Starts QEMU with its sockets inherited and the monitor connection open. `state` is the device state to load.
-async fn start(
+fn start(
     (config, host): (&QemuConfig, &Host),
     spec: &VmSpec,
     dir: &VmDir,
     begin: Begin,
     state: Option<OwnedFd>,
-) -> Result<Started, VmmError> {
+) -> Result<(Started, Qmp), VmmError> {
     let (qmp, agent) = (dir.listen(QMP_SOCKET)?, dir.listen(AGENT_SOCKET)?);
     let stream = dir.connect(QMP_SOCKET)?;
-    let args = args::build(config, spec, &FDS, begin);
-    let disk_bytes = std::fs::metadata(dir.file(DISK)).map_err(dir.error("inspect", DISK))?.len();
-    let (said, stderr) = Said::listen(dir)?;
-    let start = Start {
-        driver: super::NAME.to_owned(),
-        args,
-        // Found by the folder.
-        area: Area::Sandboxes,
-        name: String::new(),
-        slot: spec.jail.slot,
-        group: spec.jail.group.clone(),
+    let program = Program {
+        driver: super::NAME,
+        args: args::build(config, spec, &FDS, begin),
         boot: matches!(begin, Begin::Boot { .. }),
-        given: [MEMORY, DISK].map(str::to_owned).to_vec(),
+        given: vec![MEMORY, DISK],
         open_files: OPEN_FILES,
-        // No file of it may outgrow what it was given, whatever becomes of QEMU.
-        file_size_bytes: disk_bytes.max(u64::from(spec.memory_mib) << 20),
+        inherited: [qmp, agent].into_iter().chain(state).collect(),
+        exit_reason: |exit| exit_reason(exit, None),
     };
-    let fds: Vec<OwnedFd> = [Some(stderr), Some(qmp), Some(agent), state].into_iter().flatten().collect();
-    let process = host.start(dir.path(), start, &fds)?;
-    Ok(Started { process, qmp: Qmp::new(stream), said })
-}
-
-/// Waits for `act`, and kills a QEMU for which it fails: nothing half-started is left.
-async fn or_kill<T>(started: &Started, act: impl Future<Output = Result<T, VmmError>>) -> Result<T, VmmError> {
-    let result = tokio::select! {
-        result = act => result,
-        exit = started.process.wait() => Err(died(started, exit).await),
-    };
-    match result {
-        Err(VmmError::Disconnected { .. }) => {
-            started.process.kill()?;
-            Err(died(started, started.process.wait().await).await)
-        }
-        Err(error) => {
-            started.process.kill()?;
-            started.process.wait().await;
-            Err(error)
-        }
-        fine => fine,
-    }
-}
-
-async fn died(started: &Started, exit: process::Exit) -> VmmError {
-    VmmError::Died { reason: exit_reason(exit, None), said: started.said.last_words().await }
+    Ok((Started::new(host, spec, dir, program)?, Qmp::new(stream)))
 }
 
 /// What every connection begins with. The capability serves both saving and loading; unlike that of events it cannot be
@@ -102,15 +60,15 @@ pub(super) async fn boot(
     tsc_khz: Option<u64>,
 ) -> Result<QemuVm, VmmError> {
     dir.create_memory(u64::from(spec.memory_mib) << 20)?;
-    let started = start(config, spec, dir, Begin::Boot { tsc_khz }, None).await?;
-    or_kill(&started, async {
-        for pending in negotiate(&started.qmp).await? {
+    let (started, qmp) = start(config, spec, dir, Begin::Boot { tsc_khz }, None)?;
+    let begun = async {
+        for pending in negotiate(&qmp).await? {
             pending.answer().await?;
         }
         Ok(())
-    })
-    .await?;
-    Ok(QemuVm::new(dir.clone(), started.process, started.qmp))
+    };
+    started.or_kill(begun).await?;
+    Ok(QemuVm::new(dir.clone(), started.process, qmp))
 }
 
 pub(super) async fn restore(
@@ -121,31 +79,25 @@ pub(super) async fn restore(
 ) -> Result<QemuVm, VmmError> {
     let state: OwnedFd = dir.open(DEVICE_STATE, OpenOptions::new().read(true))?.into();
     let uri = format!("fd:{STATE_FD}");
-    let started = start(config, spec, dir, Begin::Incoming, Some(state)).await?;
-    let loaded = or_kill(&started, async {
-        let mut pending = negotiate(&started.qmp).await?;
-        pending.push(started.qmp.send("migrate-incoming", json!({"uri": uri}), None).await?);
+    let (started, qmp) = start(config, spec, dir, Begin::Incoming, Some(state))?;
+    let loaded = started.or_kill(async {
+        let mut pending = negotiate(&qmp).await?;
+        pending.push(qmp.send("migrate-incoming", json!({"uri": uri}), None).await?);
         for pending in pending {
             pending.answer().await?;
         }
-        if !started.qmp.migrated("migrate-incoming").await? {
+        if !qmp.migrated("migrate-incoming").await? {
             // It says why and then ends by itself.
             let end = within("the end", PATIENCE, started.process.wait()).await?;
-            return Err(died(&started, end).await);
+            return Err(started.died(end).await);
         }
         if then == AfterRestore::Run {
-            started.qmp.call("cont", Value::Null).await?;
+            qmp.call("cont", Value::Null).await?;
         }
         Ok(())
     });
-    match loaded.await {
-        // QEMU ends by itself when a state does not fit.
-        Err(VmmError::Died { reason: crate::ExitReason::Failed { .. }, said }) => {
-            Err(VmmError::BadState { message: said })
-        }
-        other => other,
-    }?;
-    Ok(QemuVm::new(dir.clone(), started.process, started.qmp))
+    loaded.await.map_err(bad_state)?;
+    Ok(QemuVm::new(dir.clone(), started.process, qmp))
 }
 
 pub(super) async fn adopt(host: &Host, dir: &VmDir, identity: ProcessIdentity) -> Result<QemuVm, VmmError> {

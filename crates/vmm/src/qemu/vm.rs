@@ -1,7 +1,7 @@
 //! A QEMU that runs: the verbs, and the task that notices its end.
 
 use std::fs::OpenOptions;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -9,40 +9,26 @@ use serde_json::{Value, json};
 use space_hostd::process::{Exit, VmmProcess};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
 
 use super::console;
 use super::qmp::Qmp;
 use crate::dir::{AGENT_SOCKET, DEVICE_STATE, DISK, MEMORY};
+use crate::machine::{END_PATIENCE, Machine, Supervisor, sync_files};
 use crate::{ExitReason, ProcessIdentity, SaveError, SaveKind, Vm, VmDir, VmStatus, VmmError, within};
 
 const NEW_STATE: &str = "device.state.new";
-/// How long a QEMU that was told to end, or killed, may take.
-const END_PATIENCE: Duration = Duration::from_secs(10);
 /// The shutdown reason of a guest that ended while nobody listened.
 const MISSED: &str = "missed";
 
 struct Inner {
-    /// Where the folder is now: a parked VM's is renamed when a sandbox takes it.
-    dir: RwLock<VmDir>,
-    process: VmmProcess,
+    machine: Machine,
     qmp: Qmp,
-    /// One save at a time, and no resume in the midst of it.
-    verbs: tokio::sync::Mutex<()>,
 }
 
 pub(super) struct QemuVm {
     inner: Arc<Inner>,
     missed_shutdown: watch::Sender<bool>,
-    exit: watch::Receiver<Option<ExitReason>>,
-    supervisor: JoinHandle<()>,
-}
-
-impl Drop for QemuVm {
-    fn drop(&mut self) {
-        // Closes the monitor connection, so that the VM can be adopted.
-        self.supervisor.abort();
-    }
+    supervisor: Supervisor,
 }
 
 /// Why the VM ended, from how its process did and what the guest had announced.
@@ -60,34 +46,34 @@ pub(super) fn exit_reason(exit: Exit, shutdown: Option<&str>) -> ExitReason {
 }
 
 /// Waits for the guest's shutdown or QEMU's end. A guest that shut down leaves QEMU standing: fetch the console, end it.
-async fn supervise(inner: Arc<Inner>, mut missed: watch::Receiver<bool>, exit: watch::Sender<Option<ExitReason>>) {
+async fn supervise(inner: Arc<Inner>, mut missed: watch::Receiver<bool>) -> ExitReason {
+    let process = &inner.machine.process;
     let mut seen = inner.qmp.seen();
     let shutdown = tokio::select! {
-        _ = inner.process.wait() => inner.qmp.seen().borrow().shutdown.clone(),
+        _ = process.wait() => inner.qmp.seen().borrow().shutdown.clone(),
         Ok(_) = missed.wait_for(|missed| *missed) => Some(MISSED.to_owned()),
         seen = seen.wait_for(|seen| seen.shutdown.is_some()) => seen.ok().and_then(|seen| seen.shutdown.clone()),
     };
-    if shutdown.is_some() && inner.process.is_alive() {
-        if let Err(error) = console::drain(&inner.qmp, &inner.dir()).await {
+    if shutdown.is_some() && process.is_alive() {
+        if let Err(error) = console::drain(&inner.qmp, &inner.machine.dir()).await {
             tracing::debug!(%error, "the console of a guest that shut down is lost");
         }
         // It may be gone before it answers, and one that does not obey is killed.
         let _ = within("quit", END_PATIENCE, inner.qmp.call("quit", Value::Null)).await;
-        if within("the end", END_PATIENCE, inner.process.wait()).await.is_err() {
-            let _ = inner.process.kill();
+        if within("the end", END_PATIENCE, process.wait()).await.is_err() {
+            let _ = process.kill();
         }
     }
-    let ended = inner.process.wait().await;
-    exit.send_replace(Some(exit_reason(ended, shutdown.as_deref())));
+    let ended = process.wait().await;
+    exit_reason(ended, shutdown.as_deref())
 }
 
 impl QemuVm {
     pub(super) fn new(dir: VmDir, process: VmmProcess, qmp: Qmp) -> Self {
-        let inner = Arc::new(Inner { dir: RwLock::new(dir), process, qmp, verbs: tokio::sync::Mutex::new(()) });
-        let (exit_sender, exit) = watch::channel(None);
+        let inner = Arc::new(Inner { machine: Machine::new(dir, process), qmp });
         let missed_shutdown = watch::Sender::new(false);
-        let supervisor = tokio::spawn(supervise(inner.clone(), missed_shutdown.subscribe(), exit_sender));
-        QemuVm { inner, missed_shutdown, exit, supervisor }
+        let supervisor = Supervisor::start(supervise(inner.clone(), missed_shutdown.subscribe()));
+        QemuVm { inner, missed_shutdown, supervisor }
     }
 
     /// The guest had shut down before this side came.
@@ -97,10 +83,6 @@ impl QemuVm {
 }
 
 impl Inner {
-    fn dir(&self) -> VmDir {
-        self.dir.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
     async fn run_state(&self) -> Result<String, VmmError> {
         let status = self.qmp.call("query-status", Value::Null).await?;
         Ok(status["status"].as_str().unwrap_or_default().chars().take(64).collect())
@@ -109,7 +91,7 @@ impl Inner {
     /// Lets QEMU write the device state into a new file and puts it in place.
     async fn write_state(&self) -> Result<(), VmmError> {
         let options = &mut OpenOptions::new();
-        let file = self.dir().open(NEW_STATE, options.write(true).create(true).truncate(true))?;
+        let file = self.machine.dir().open(NEW_STATE, options.write(true).create(true).truncate(true))?;
         self.qmp.reset_migration();
         // All three are on their way at once; the answers come in order.
         let stop = self.qmp.send("stop", Value::Null, None).await?;
@@ -131,14 +113,14 @@ impl Inner {
             Ok::<(), VmmError>(())
         };
         within("the end of a save", END_PATIENCE, finalized).await??;
-        let renamed = std::fs::rename(self.dir().file(NEW_STATE), self.dir().file(DEVICE_STATE));
-        renamed.map_err(self.dir().error("put in place", DEVICE_STATE))
+        let renamed = std::fs::rename(self.machine.dir().file(NEW_STATE), self.machine.dir().file(DEVICE_STATE));
+        renamed.map_err(self.machine.dir().error("put in place", DEVICE_STATE))
     }
 
     /// After a save that failed: back to what the VM did before.
     async fn recover(&self, was_running: bool, error: VmmError) -> SaveError {
         // A leftover is replaced by the next save and never read.
-        let _ = std::fs::remove_file(self.dir().file(NEW_STATE));
+        let _ = std::fs::remove_file(self.machine.dir().file(NEW_STATE));
         let back = if was_running { self.qmp.call("cont", Value::Null).await.map(drop) } else { Ok(()) };
         match (back, self.run_state().await.as_deref()) {
             (Ok(()), Ok("running")) if was_running => SaveError::Recoverable(error),
@@ -153,21 +135,21 @@ impl Inner {
 #[async_trait]
 impl Vm for QemuVm {
     fn identity(&self) -> ProcessIdentity {
-        self.inner.process.identity()
+        self.inner.machine.process.identity()
     }
 
     async fn pause(&self) -> Result<(), VmmError> {
-        let _verb = self.inner.verbs.lock().await;
+        let _verb = self.inner.machine.verbs.lock().await;
         self.inner.qmp.call("stop", Value::Null).await.map(drop)
     }
 
     async fn resume(&self) -> Result<(), VmmError> {
-        let _verb = self.inner.verbs.lock().await;
+        let _verb = self.inner.machine.verbs.lock().await;
         self.inner.qmp.call("cont", Value::Null).await.map(drop)
     }
 
     async fn status(&self) -> Result<VmStatus, VmmError> {
-        if self.exit.borrow().is_some() {
+        if self.supervisor.has_ended() {
             return Ok(VmStatus::Ended);
         }
         Ok(match self.inner.run_state().await?.as_str() {
@@ -179,18 +161,11 @@ impl Vm for QemuVm {
     }
 
     async fn sync_ahead(&self) -> Result<(), VmmError> {
-        let dir = self.inner.dir().clone();
-        let synced = tokio::task::spawn_blocking(move || {
-            [MEMORY, DISK].into_iter().try_for_each(|name| {
-                let file = dir.open(name, OpenOptions::new().read(true))?;
-                file.sync_data().map_err(dir.error("write", name))
-            })
-        });
-        synced.await.unwrap_or(Err(VmmError::Disconnected { command: "sync" }))
+        sync_files(self.inner.machine.dir(), &[MEMORY, DISK]).await
     }
 
     async fn save(&self, _kind: SaveKind) -> Result<(), SaveError> {
-        let _verb = self.inner.verbs.lock().await;
+        let _verb = self.inner.machine.verbs.lock().await;
         let state = self.inner.run_state().await.map_err(SaveError::Terminal)?;
         match state.as_str() {
             // Saved, and not run since: the state on disk is the current one.
@@ -208,17 +183,15 @@ impl Vm for QemuVm {
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
-        self.inner.process.kill()?;
-        within("SIGKILL", END_PATIENCE, self.inner.process.wait()).await.map(drop)
+        self.inner.machine.kill().await
     }
 
     async fn wait(&self) -> ExitReason {
-        let mut exit = self.exit.clone();
-        exit.wait_for(Option::is_some).await.ok().and_then(|exit| exit.clone()).unwrap_or(ExitReason::Unknown)
+        self.supervisor.ended().await
     }
 
     async fn agent(&self) -> Result<UnixStream, VmmError> {
-        self.inner.dir().connect(AGENT_SOCKET)
+        self.inner.machine.dir().connect(AGENT_SOCKET)
     }
 
     fn agent_connects(&self) -> bool {
@@ -226,10 +199,10 @@ impl Vm for QemuVm {
     }
 
     fn moved(&self, dir: &VmDir) {
-        *self.inner.dir.write().unwrap_or_else(PoisonError::into_inner) = dir.clone();
+        self.inner.machine.moved(dir);
     }
 
     async fn drain_console(&self) -> Result<(), VmmError> {
-        console::drain(&self.inner.qmp, &self.inner.dir()).await
+        console::drain(&self.inner.qmp, &self.inner.machine.dir()).await
     }
 }
