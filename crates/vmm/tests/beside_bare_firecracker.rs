@@ -1,5 +1,6 @@
 //! What the driver adds to Firecracker: the same files, restored and saved through the driver and by a Firecracker started by
-//! hand without a jail, in turns. A measurement, so it runs only when it is asked for; its bounds are those that only a fault exceeds.
+//! hand without a jail, in turns. A measurement, so it runs only when it is asked for (`SPACE_BENCH=1`); its bounds are those that
+//! only a fault exceeds.
 
 mod support;
 
@@ -91,8 +92,11 @@ fn pss_kib(pid: u32) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "a measurement of minutes"]
 async fn what_the_driver_adds() {
+    if std::env::var_os("SPACE_BENCH").is_none() {
+        eprintln!("SKIP: a measurement of minutes: ask for it with SPACE_BENCH=1");
+        return;
+    }
     let Some(bench) = Bench::new(Kind::Firecracker, "beside") else { return };
     bench.template().await;
     let [mut restore, mut bare_restore, mut diff, mut bare_diff, mut full, mut bare_full] =
