@@ -94,6 +94,10 @@ id!(
     SandboxId, "sbx-", "sandbox"
 );
 id!(
+    /// The memory, disk and device state of a sandbox at one instant.
+    CheckpointId, "cp-", "checkpoint"
+);
+id!(
     /// A command session, and at the same time its process in the guest.
     CommandId, "cmd-", "command"
 );

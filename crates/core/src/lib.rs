@@ -10,5 +10,5 @@ pub mod size;
 pub mod state;
 pub mod token;
 
-pub use id::{CommandId, Generation, KeyId, OperationId, RunNumber, RunRef, SandboxId};
+pub use id::{CheckpointId, CommandId, Generation, KeyId, OperationId, RunNumber, RunRef, SandboxId};
 pub use state::SandboxState;

@@ -68,7 +68,7 @@ impl Daemon {
         if request.thaw {
             self.table.groups.thaw().map_err(failed("let the programs run again"))?;
         }
-        Ok(RefreshReply { realtime_ns: now_ns(), boot_id: boot_id() })
+        Ok(RefreshReply { realtime_ns: now_ns(), boot_id: boot_id(), ..RefreshReply::default() })
     }
 }
 

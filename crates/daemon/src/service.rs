@@ -9,10 +9,11 @@ use space_proto::guest::attach_output::Kind as Out;
 use space_proto::guest::guest_server::Guest;
 use space_proto::guest::{
     AttachInput, AttachOpen, AttachOutput, AttachStarted, FileChunk, FileEvent, FileStat, GetProcessRequest, InfoReply,
-    InfoRequest, ListDirReply, ListDirRequest, ListProcessesReply, ListProcessesRequest, MakeDirRequest, OutputChunk,
-    PathRequest, ProcessInfo, ProcessRef, QuiesceReply, QuiesceRequest, ReadFileRequest, RefreshReply, RefreshRequest,
-    RemoveFileReply, RemoveFileRequest, RenameFileRequest, ReserveReply, ReserveRequest, SignalRequest,
-    WatchFilesRequest, WriteArchiveReply, WriteFileChunk, WriteFileOpen,
+    InfoRequest, ListDirReply, ListDirRequest, ListPortsReply, ListPortsRequest, ListProcessesReply,
+    ListProcessesRequest, MakeDirRequest, OutputChunk, PathRequest, PortData, ProcessInfo, ProcessRef, QuiesceReply,
+    QuiesceRequest, ReadFileRequest, RefreshReply, RefreshRequest, RemoveFileReply, RemoveFileRequest,
+    RenameFileRequest, ReserveReply, ReserveRequest, SignalRequest, WatchFilesRequest, WriteArchiveReply,
+    WriteFileChunk, WriteFileOpen,
 };
 use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
@@ -180,7 +181,18 @@ impl Guest for Service {
             disk_total_bytes,
             disk_free_bytes,
             processes: u32::try_from(self.0.table.running()).unwrap_or(u32::MAX),
+            ..InfoReply::default()
         }))
+    }
+
+    type OpenPortStream = Stream<PortData>;
+
+    async fn open_port(&self, _: Request<Streaming<PortData>>) -> Answer<Self::OpenPortStream> {
+        Err(Status::unimplemented("open_port"))
+    }
+
+    async fn list_ports(&self, _: Request<ListPortsRequest>) -> Answer<ListPortsReply> {
+        Err(Status::unimplemented("list_ports"))
     }
 
     async fn refresh(&self, request: Request<RefreshRequest>) -> Answer<RefreshReply> {
@@ -202,7 +214,7 @@ impl Guest for Service {
         });
         let done = work.await.map_err(|_| Status::internal("interrupted"))?;
         let frozen = done.map_err(|error| Status::internal(format!("cannot stand still: {error}")))?;
-        Ok(Response::new(QuiesceReply { frozen_processes: frozen as u64 }))
+        Ok(Response::new(QuiesceReply { frozen_processes: frozen as u64, ..QuiesceReply::default() }))
     }
 
     async fn reserve(&self, request: Request<ReserveRequest>) -> Answer<ReserveReply> {

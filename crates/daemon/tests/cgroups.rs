@@ -90,7 +90,7 @@ async fn programs_stand_still_and_go_on_and_a_start_waits_for_that() {
     let mut client = daemon.client().await;
     let ticking = reserve(&mut client, sh("while :; do echo tick; sleep 0.01; done")).await;
     Attached::to(&mut client, &ticking, 0).await.until("tick").await;
-    client.quiesce(QuiesceRequest { freeze: true, drop_caches: false }).await.unwrap();
+    client.quiesce(QuiesceRequest { freeze: true, ..Default::default() }).await.unwrap();
     tokio::time::sleep(Duration::from_millis(100)).await;
     let before = info(&mut client, &ticking, Duration::ZERO).await.output_end;
     // The daemon must answer all the while, or nobody could ever thaw the programs.

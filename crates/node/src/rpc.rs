@@ -9,9 +9,10 @@ use space_core::{Generation, RunNumber};
 use space_hostd::pool::Area;
 use space_proto::node::node_server;
 use space_proto::node::{
-    BuildEvent, BuildTemplateRequest, ConsoleReply, DeleteRunReply, DeleteTemplateReply, DeleteTemplateRequest,
-    GetInfoRequest, ListRunsReply, ListRunsRequest, ListTemplatesReply, ListTemplatesRequest, NodeInfo, RunRef,
-    RunStatus, StartRunRequest, WatchRunsRequest,
+    BuildEvent, BuildTemplateRequest, CheckpointInfo, CheckpointRef, ConsoleReply, DeleteCheckpointReply,
+    DeleteRunReply, DeleteTemplateReply, DeleteTemplateRequest, EndRunReply, GetInfoRequest, ListCheckpointsReply,
+    ListCheckpointsRequest, ListRunsReply, ListRunsRequest, ListTemplatesReply, ListTemplatesRequest, NodeInfo, RunRef,
+    RunStatus, StartRunRequest, TakeCheckpointRequest, WatchRunsRequest,
 };
 use tokio_stream::wrappers::{BroadcastStream, ReceiverStream};
 use tonic::{Request, Response, Status};
@@ -72,6 +73,34 @@ impl node_server::Node for Service {
     async fn delete_run(&self, request: Request<RunRef>) -> Answer<DeleteRunReply> {
         self.0.delete(run_ref(Some(request.into_inner()))?).await?;
         Ok(Response::new(DeleteRunReply {}))
+    }
+
+    async fn pause_run(&self, _: Request<RunRef>) -> Answer<RunStatus> {
+        Err(Status::unimplemented("pause_run"))
+    }
+
+    async fn resume_run(&self, _: Request<RunRef>) -> Answer<RunStatus> {
+        Err(Status::unimplemented("resume_run"))
+    }
+
+    async fn stop_run(&self, _: Request<RunRef>) -> Answer<RunStatus> {
+        Err(Status::unimplemented("stop_run"))
+    }
+
+    async fn end_run(&self, _: Request<RunRef>) -> Answer<EndRunReply> {
+        Err(Status::unimplemented("end_run"))
+    }
+
+    async fn take_checkpoint(&self, _: Request<TakeCheckpointRequest>) -> Answer<CheckpointInfo> {
+        Err(Status::unimplemented("take_checkpoint"))
+    }
+
+    async fn list_checkpoints(&self, _: Request<ListCheckpointsRequest>) -> Answer<ListCheckpointsReply> {
+        Err(Status::unimplemented("list_checkpoints"))
+    }
+
+    async fn delete_checkpoint(&self, _: Request<CheckpointRef>) -> Answer<DeleteCheckpointReply> {
+        Err(Status::unimplemented("delete_checkpoint"))
     }
 
     async fn list_runs(&self, _: Request<ListRunsRequest>) -> Answer<ListRunsReply> {

@@ -131,6 +131,7 @@ pub fn refresh(hostname: &str, env: HashMap<String, String>, template: &Template
         defaults: Some(template.meta.defaults()),
         thaw: true,
         forget_ended: true,
+        ..RefreshRequest::default()
     })
 }
 

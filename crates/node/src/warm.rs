@@ -234,7 +234,7 @@ async fn prepare(runs: &Arc<Runs>, template: Arc<Template>) -> Result<(Machine, 
 
 pub async fn quiesce(guest: &Guest) -> Result<(), NodeError> {
     let (mut client, _) = guest.client().await?;
-    let mut request = tonic::Request::new(QuiesceRequest { freeze: true, drop_caches: false });
+    let mut request = tonic::Request::new(QuiesceRequest { freeze: true, ..QuiesceRequest::default() });
     request.set_timeout(GUEST_PATIENCE);
     client.quiesce(request).await.map_err(|status| NodeError::Guest(status.message().to_owned()))?;
     Ok(())

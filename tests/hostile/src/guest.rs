@@ -56,7 +56,7 @@ fn of(name: &str, choice: u8, message: &impl Message) -> Seed {
 }
 
 pub fn seeds() -> Vec<Seed> {
-    let refresh = RefreshReply { realtime_ns: 1_700_000_000_000_000_000, boot_id: "b".repeat(36) };
+    let refresh = RefreshReply { realtime_ns: 1_700_000_000_000_000_000, boot_id: "b".repeat(36), ..Default::default() };
     let spec = ProcessSpec {
         argv: vec!["sh".to_owned(), "-c".to_owned(), "true".to_owned()],
         env: [("LANG".to_owned(), "C".to_owned())].into(),
@@ -86,7 +86,7 @@ pub fn seeds() -> Vec<Seed> {
         of("refusal", 0, &HelloAck { protocol: 1, refresh: None, error: "the clock".to_owned() }),
         of("info", 1, &InfoReply { protocol: 1, kernel: "6.1".to_owned(), processes: 2, ..InfoReply::default() }),
         of("refresh", 2, &refresh),
-        of("quiesce", 3, &QuiesceReply { frozen_processes: 3 }),
+        of("quiesce", 3, &QuiesceReply { frozen_processes: 3, ..Default::default() }),
         of("process", 4, &process),
         of("processes", 5, &ListProcessesReply { processes: vec![process; 2] }),
         of("processes_many", 5, &many),

@@ -164,6 +164,7 @@ async fn rescue(app: &Arc<App>, status: &RunStatus, id: SandboxId) -> Result<(),
         RunState::Running => SandboxState::Running,
         RunState::Paused => SandboxState::Paused,
         RunState::Gone => SandboxState::Failed,
+        RunState::Stopped => SandboxState::Stopped,
         // It is looked at again when it is up.
         RunState::Starting | RunState::Unspecified => return Ok(()),
     };

@@ -101,6 +101,7 @@ async fn start_run(app: &App, row: &SandboxRow) -> Result<Option<RunStatus>, Sta
         env: row.env.clone().into_iter().collect(),
         memory_mib: row.memory_mib,
         vcpus: row.vcpus,
+        ..StartRunRequest::default()
     };
     let begun = Instant::now();
     let mut pause = PAUSE_FIRST;
@@ -194,7 +195,7 @@ pub fn observation(app: &App, status: &RunStatus) -> Observation {
         state: match status.state() {
             RunState::Running => RunWord::Running,
             RunState::Paused => RunWord::Paused,
-            RunState::Gone => RunWord::Gone,
+            RunState::Gone | RunState::Stopped => RunWord::Gone,
             RunState::Starting | RunState::Unspecified => RunWord::Starting,
         },
         node: app.node_id(),

@@ -104,6 +104,16 @@ impl guest_server::Guest for Passed {
         Ok(Response::new(InfoReply::default()))
     }
 
+    type OpenPortStream = Pin<Box<dyn futures::Stream<Item = Result<PortData, Status>> + Send>>;
+
+    async fn open_port(&self, _: Request<Streaming<PortData>>) -> Result<Response<Self::OpenPortStream>, Status> {
+        Err(Status::unimplemented("open_port"))
+    }
+
+    async fn list_ports(&self, _: Request<ListPortsRequest>) -> Result<Response<ListPortsReply>, Status> {
+        Err(Status::unimplemented("list_ports"))
+    }
+
     async fn refresh(&self, _: Request<RefreshRequest>) -> Result<Response<RefreshReply>, Status> {
         Err(Status::permission_denied("not for tenants"))
     }

@@ -220,6 +220,37 @@ impl Node for SimNode {
         Ok(Response::new(DeleteRunReply {}))
     }
 
+    async fn pause_run(&self, _: Request<RunRef>) -> Result<Response<RunStatus>, Status> {
+        Err(Status::unimplemented("pause_run"))
+    }
+
+    async fn resume_run(&self, _: Request<RunRef>) -> Result<Response<RunStatus>, Status> {
+        Err(Status::unimplemented("resume_run"))
+    }
+
+    async fn stop_run(&self, _: Request<RunRef>) -> Result<Response<RunStatus>, Status> {
+        Err(Status::unimplemented("stop_run"))
+    }
+
+    async fn end_run(&self, _: Request<RunRef>) -> Result<Response<EndRunReply>, Status> {
+        Err(Status::unimplemented("end_run"))
+    }
+
+    async fn take_checkpoint(&self, _: Request<TakeCheckpointRequest>) -> Result<Response<CheckpointInfo>, Status> {
+        Err(Status::unimplemented("take_checkpoint"))
+    }
+
+    async fn list_checkpoints(
+        &self,
+        _: Request<ListCheckpointsRequest>,
+    ) -> Result<Response<ListCheckpointsReply>, Status> {
+        Err(Status::unimplemented("list_checkpoints"))
+    }
+
+    async fn delete_checkpoint(&self, _: Request<CheckpointRef>) -> Result<Response<DeleteCheckpointReply>, Status> {
+        Err(Status::unimplemented("delete_checkpoint"))
+    }
+
     async fn list_runs(&self, _: Request<ListRunsRequest>) -> Result<Response<ListRunsReply>, Status> {
         let runs = self.lock().runs.values().map(|r| r.status.clone()).collect();
         Ok(Response::new(ListRunsReply { runs }))
