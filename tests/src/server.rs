@@ -36,7 +36,7 @@ impl Server {
         let base = base().context("SPACE_TEST_DATA_DIR is not set")?;
         let own = tempfile::Builder::new().prefix("own-").tempdir_in(base.join("pool"))?;
         let data = own.path().to_path_buf();
-        for dir in ["pool", "pool/templates", "pool/sandboxes", "pool/tmp", "run", "drill"] {
+        for dir in ["pool", "pool/templates", "pool/sandboxes", "pool/checkpoints", "pool/tmp", "run", "drill"] {
             std::fs::create_dir_all(data.join(dir))?;
         }
         // Whichever process reaches a point removes the file.
@@ -210,7 +210,7 @@ impl Drop for Server {
         if std::thread::panicking() {
             eprintln!("---- server log ----\n{}", self.log());
         }
-        for folder in ["sandboxes", "templates", "tmp", "warm"] {
+        for folder in ["sandboxes", "checkpoints", "templates", "tmp", "warm"] {
             for entry in std::fs::read_dir(self.data_dir.join("pool").join(folder)).into_iter().flatten().flatten() {
                 let _ = Command::new("/usr/bin/btrfs")
                     .args(["subvolume", "delete"])

@@ -8,11 +8,12 @@ use space_hostd::pool::Area;
 use space_vmm::{Vm, VmDir};
 
 use crate::NodeError;
+use crate::checkpoint;
 use crate::fence::Fence;
 use crate::guest::Guest;
 use crate::record::Record;
 use crate::run::{self, Live, Machine, SlotGuard};
-use crate::runs::{Phase, Runs};
+use crate::runs::{Phase, Runs, Still};
 
 impl Runs {
     /// The VMs of an earlier service: alive ones are taken over, dead ones reported, half-made ones removed.
@@ -23,6 +24,10 @@ impl Runs {
             let dir = self.config.host.path(Area::Sandboxes, &name)?;
             let record = Record::read(&dir).filter(|record| record.sandbox.as_str() == name);
             let group = record.as_ref().map_or_else(|| name.clone(), |record| record.cgroup.clone());
+            if let Some(record) = record.as_ref().and_then(Record::stopped) {
+                self.adopt_stopped(record).await?;
+                continue;
+            }
             let Some(record) = record.filter(|record| record.vmm.is_some() && record.confirmed) else {
                 tracing::info!(name, "removing a sandbox that was half made");
                 run::destroy(self, Area::Sandboxes, &name, &group, None).await?;
@@ -36,10 +41,25 @@ impl Runs {
                 self.blocking(move |runs| Ok(runs.config.host.group(&name).end()?)).await?;
             }
         }
+        self.blocking(|runs| checkpoint::sweep(&runs.config.host)).await?;
         // Parked VMs and builds, whose processes have just ended.
         for name in self.config.host.list(Area::Tmp)? {
             self.blocking(move |runs| Ok(runs.config.host.delete(Area::Tmp, &name)?)).await?;
         }
+        Ok(())
+    }
+
+    /// A disk without a VM: one that was stopped, or that was to boot when the service ended.
+    async fn adopt_stopped(self: &Arc<Self>, record: Record) -> Result<(), NodeError> {
+        let entry = self.entry(&record.sandbox);
+        let record = Arc::new(record);
+        self.settle_stopped(&record).await?;
+        self.change(&entry, |held| {
+            held.fence = Some(Fence::of(&record.run_ref()));
+            held.template.clone_from(&record.template);
+            held.adopted = true;
+            held.phase = Phase::Stopped(record);
+        });
         Ok(())
     }
 
@@ -54,9 +74,11 @@ impl Runs {
         });
         match found {
             Ok(live) => {
-                let live = Arc::new(live);
-                self.change(&entry, |held| held.phase = Phase::Running(live.clone()));
-                self.guard(entry.clone(), live);
+                let still = live.marks().paused.then_some(Still::Asked);
+                self.run_on(&entry, live);
+                if still.is_some() {
+                    self.set_still(&entry, still);
+                }
             }
             Err(error) => {
                 tracing::info!(sandbox = %entry.id, error = error.text(), "a VM ended while no service ran");
@@ -75,8 +97,13 @@ impl Runs {
         let identity = record.vmm.ok_or(NodeError::Cancelled)?;
         let dir = self.config.host.path(Area::Sandboxes, record.sandbox.as_str())?;
         let vm: Arc<dyn Vm> = Arc::from(self.config.driver.adopt(&VmDir::new(&dir), identity).await?);
-        // A VM stopped in the middle of something by the old service's end goes on.
-        vm.resume().await?;
+        if record.marks.paused {
+            // The old service may have ended between noting that and doing it.
+            vm.pause().await?;
+        } else {
+            // A VM stopped in the middle of something by the old service's end goes on.
+            vm.resume().await?;
+        }
         let slot = SlotGuard::claim(&self.slots, record.slot);
         let slot = slot.ok_or_else(|| NodeError::Guest("another VM has its user".to_owned()))?;
         let group = self.config.host.group(&record.cgroup);
@@ -91,6 +118,13 @@ impl Runs {
             promise: self.memory.must(record.memory_mib),
             vm: vm.clone(),
         };
-        Ok(Live { record: record.clone(), machine, guest: Guest::adopted(vm) })
+        let live = Live::new(record.clone(), machine, Guest::adopted(vm));
+        if record.marks.quiet && !record.marks.paused {
+            // Told to stand still by the old service, and never told to go on. A VM that lives is not ended for it.
+            if let Err(error) = self.go_on(&live, false).await {
+                tracing::warn!(sandbox = %record.sandbox, error = error.text(), "an adopted guest may stand still");
+            }
+        }
+        Ok(live)
     }
 }

@@ -77,6 +77,11 @@ fn admit(runs: &Runs, headers: &HeaderMap, wish: &Wish) -> Result<(Arc<Live>, Co
         let text = format!("this node does not hold run {} of {}; ask for a new token", claims.run, claims.sandbox);
         Problem::new(Code::Misdirected, text)
     })?;
+    if live.marks().paused {
+        let text = format!("paused: {} stands still; resume it first", claims.sandbox);
+        return Err(Problem::new(Code::NotRunning, text));
+    }
+    live.calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     Ok((live, claims.command))
 }
 

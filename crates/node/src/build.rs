@@ -37,7 +37,7 @@ use crate::template::{self, Meta, Template};
 use crate::warm::{quiesce, run_once};
 
 /// A kernel and its daemon under emulation, beside a busy server.
-const BOOT_PATIENCE: Duration = Duration::from_secs(300);
+pub const BOOT_PATIENCE: Duration = Duration::from_secs(300);
 const READY_DEFAULT: Duration = Duration::from_secs(120);
 const READY_MAX: Duration = Duration::from_secs(3600);
 const READY_PAUSE: Duration = Duration::from_millis(300);
@@ -363,7 +363,7 @@ async fn ready(guest: &Guest, options: &TemplateOptions) -> Result<(), NodeError
 }
 
 /// What the guest's console says of why it did not come up: the daemon's and the kernel's complaints, else its end.
-fn with_console(error: NodeError, folder: &Path) -> NodeError {
+pub fn with_console(error: NodeError, folder: &Path) -> NodeError {
     const TELLING: [&str; 4] = ["space-daemon:", "Initramfs", "Kernel panic", "Out of memory"];
     let (text, _) = console(folder, limits::CONSOLE_MAX_BYTES);
     if matches!(error, NodeError::Cancelled) || text.is_empty() {

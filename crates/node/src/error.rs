@@ -31,6 +31,9 @@ pub enum NodeError {
     NoCapacity(String),
     #[error("the template cannot be used by this node: {0}; build it again")]
     Incompatible(String),
+    /// Of a checkpoint.
+    #[error("this node cannot go on from the checkpoint: {0}; a node like the one that took it can")]
+    OtherVmm(String),
     #[error("the guest did not come up: {0}")]
     Guest(String),
     #[error(transparent)]
@@ -62,6 +65,7 @@ impl NodeError {
             Self::InUse(_) => "in_use",
             Self::NoCapacity(_) | Self::Host(HostError::Full(_)) => "no_capacity",
             Self::Incompatible(_) => "incompatible_template",
+            Self::OtherVmm(_) => "incompatible_checkpoint",
             Self::Guest(_) | Self::Link(_) => "guest_failed",
             Self::Image(error) => error.code(),
             Self::Vmm(_) | Self::Save(_) => "vmm_failed",
@@ -93,7 +97,9 @@ impl From<NodeError> for Status {
         match error.code() {
             "invalid_request" => Self::invalid_argument(text),
             "not_found" => Self::not_found(text),
-            "conflict" | "in_use" | "incompatible_template" => Self::failed_precondition(text),
+            "conflict" | "in_use" | "incompatible_template" | "incompatible_checkpoint" => {
+                Self::failed_precondition(text)
+            }
             "no_capacity" => Self::resource_exhausted(text),
             "cancelled" => Self::cancelled(text),
             _ => Self::internal(text),

@@ -7,6 +7,8 @@
 //! * `fence` – which calls are stale; pure
 //! * `record` – what is on disk of a run, so that the next start finds it
 //! * `run` / `runs` / `adopt` – one sandbox's VM; all of them and the list that is watched; those of an earlier service
+//! * `start` / `verbs` – how a run begins; what is asked of one that is there
+//! * `checkpoint` / `rolling` – an instant of a run kept; those that the node takes by itself
 //! * `guest` – the channel into a guest
 //! * `template` / `build` – templates on disk; making one
 //! * `rpc` / `passthrough` – the gRPC face; calls that go on to a guest
@@ -16,6 +18,7 @@ mod adopt;
 mod attach;
 mod build;
 mod capacity;
+mod checkpoint;
 mod convert;
 mod demand;
 mod error;
@@ -23,10 +26,13 @@ mod fence;
 mod guest;
 mod passthrough;
 mod record;
+mod rolling;
 mod rpc;
 mod run;
 mod runs;
+mod start;
 mod template;
+mod verbs;
 mod warm;
 
 use std::path::PathBuf;

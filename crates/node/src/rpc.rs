@@ -19,6 +19,7 @@ use tonic::{Request, Response, Status};
 
 use crate::NodeError;
 use crate::build;
+use crate::checkpoint::{self, Facts, Wish};
 use crate::runs::Runs;
 
 pub struct Service(pub Arc<Runs>);
@@ -75,32 +76,43 @@ impl node_server::Node for Service {
         Ok(Response::new(DeleteRunReply {}))
     }
 
-    async fn pause_run(&self, _: Request<RunRef>) -> Answer<RunStatus> {
-        Err(Status::unimplemented("pause_run"))
+    async fn pause_run(&self, request: Request<RunRef>) -> Answer<RunStatus> {
+        Ok(Response::new(self.0.pause(run_ref(Some(request.into_inner()))?).await?))
     }
 
-    async fn resume_run(&self, _: Request<RunRef>) -> Answer<RunStatus> {
-        Err(Status::unimplemented("resume_run"))
+    async fn resume_run(&self, request: Request<RunRef>) -> Answer<RunStatus> {
+        Ok(Response::new(self.0.resume(run_ref(Some(request.into_inner()))?).await?))
     }
 
-    async fn stop_run(&self, _: Request<RunRef>) -> Answer<RunStatus> {
-        Err(Status::unimplemented("stop_run"))
+    async fn stop_run(&self, request: Request<RunRef>) -> Answer<RunStatus> {
+        Ok(Response::new(self.0.stop(run_ref(Some(request.into_inner()))?).await?))
     }
 
-    async fn end_run(&self, _: Request<RunRef>) -> Answer<EndRunReply> {
-        Err(Status::unimplemented("end_run"))
+    async fn end_run(&self, request: Request<RunRef>) -> Answer<EndRunReply> {
+        self.0.end(run_ref(Some(request.into_inner()))?).await?;
+        Ok(Response::new(EndRunReply {}))
     }
 
-    async fn take_checkpoint(&self, _: Request<TakeCheckpointRequest>) -> Answer<CheckpointInfo> {
-        Err(Status::unimplemented("take_checkpoint"))
+    async fn take_checkpoint(&self, request: Request<TakeCheckpointRequest>) -> Answer<CheckpointInfo> {
+        let request = request.into_inner();
+        let run = run_ref(request.run)?;
+        let id = request.checkpoint.parse().map_err(|e| Status::invalid_argument(format!("{e}")))?;
+        let wish = Wish { keep_paused: request.keep_paused, rolling: false };
+        Ok(Response::new(self.0.checkpoint(run, id, wish).await?))
     }
 
-    async fn list_checkpoints(&self, _: Request<ListCheckpointsRequest>) -> Answer<ListCheckpointsReply> {
-        Err(Status::unimplemented("list_checkpoints"))
+    async fn list_checkpoints(&self, request: Request<ListCheckpointsRequest>) -> Answer<ListCheckpointsReply> {
+        let sandbox = Some(request.into_inner().sandbox).filter(|name| !name.is_empty());
+        let sandbox = sandbox.map(|name| name.parse()).transpose();
+        let sandbox = sandbox.map_err(|e: space_core::id::InvalidId| Status::invalid_argument(e.to_string()))?;
+        let all = self.0.blocking(move |runs| checkpoint::list(&runs.config.host, sandbox.as_ref())).await?;
+        Ok(Response::new(ListCheckpointsReply { checkpoints: all.iter().map(Facts::info).collect() }))
     }
 
-    async fn delete_checkpoint(&self, _: Request<CheckpointRef>) -> Answer<DeleteCheckpointReply> {
-        Err(Status::unimplemented("delete_checkpoint"))
+    async fn delete_checkpoint(&self, request: Request<CheckpointRef>) -> Answer<DeleteCheckpointReply> {
+        let name = checkpoint::Name::of(&request.into_inner())?;
+        self.0.blocking(move |runs| checkpoint::delete(&runs.config.host, &name)).await?;
+        Ok(Response::new(DeleteCheckpointReply {}))
     }
 
     async fn list_runs(&self, _: Request<ListRunsRequest>) -> Answer<ListRunsReply> {

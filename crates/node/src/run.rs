@@ -8,7 +8,8 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use space_core::SandboxId;
@@ -17,15 +18,15 @@ use space_hostd::host::Group;
 use space_hostd::points;
 use space_hostd::pool::Area;
 use space_hostd::uids::{Slot, Slots};
-use space_proto::guest::RefreshRequest;
+use space_proto::guest::{Hook, RefreshRequest};
 use space_vmm::{AfterRestore, Jail, Vm, VmDir, VmSpec};
 
 use crate::NodeError;
 use crate::capacity::{OVERHEAD_BYTES, Promise};
 use crate::guest::Guest;
-use crate::record::Record;
+use crate::record::{Marks, Record};
 use crate::runs::Runs;
-use crate::template::Template;
+use crate::template::{Meta, Template};
 
 /// Tasks of a VMM: its own threads, not the guest's processes.
 const VMM_TASKS: u32 = 128;
@@ -44,9 +45,15 @@ pub struct Machine {
 
 /// A VM that a sandbox owns and that answers.
 pub struct Live {
+    /// As it was at the start; what changes is in the marks.
     pub record: Record,
     pub machine: Machine,
     pub guest: Guest,
+    marks: Mutex<Marks>,
+    /// Calls of tenants so far: they change what no CPU time of a program tells of.
+    pub calls: AtomicU64,
+    /// Somebody is removing it: its end is no news.
+    pub ending: AtomicBool,
 }
 
 impl Live {
@@ -64,7 +71,28 @@ impl Live {
             return Err(error);
         }
         points::reach("run.confirmed");
-        Ok(Self { record, machine, guest })
+        Ok(Self::new(record, machine, guest))
+    }
+
+    pub fn new(record: Record, machine: Machine, guest: Guest) -> Self {
+        let marks = Mutex::new(record.marks);
+        Self { record, machine, guest, marks, calls: AtomicU64::new(0), ending: AtomicBool::new(false) }
+    }
+
+    pub fn marks(&self) -> Marks {
+        *self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes down what is meant to be.
+    pub fn mark(&self, change: impl FnOnce(&mut Marks)) -> Result<(), NodeError> {
+        let mut held = self.marks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut marks = *held;
+        change(&mut marks);
+        if marks != *held {
+            Record { marks, ..self.record.clone() }.write(&self.machine.dir)?;
+            *held = marks;
+        }
+        Ok(())
     }
 }
 
@@ -117,16 +145,29 @@ pub fn limits(memory_mib: u32, vcpus: u32, weight: Weight) -> Limits {
     }
 }
 
-/// What only the host knows, for a guest that was frozen.
-pub fn refresh(hostname: &str, env: HashMap<String, String>, template: &Template) -> Result<RefreshRequest, NodeError> {
-    let mut random = [0u8; 80];
+/// 32 hexadecimal digits that nobody else has.
+pub fn new_machine_id() -> Result<String, NodeError> {
+    Ok(random::<16>()?.iter().map(|b| format!("{b:02x}")).collect())
+}
+
+fn random<const N: usize>() -> Result<[u8; N], NodeError> {
+    let mut random = [0u8; N];
     getrandom::fill(&mut random).map_err(|e| NodeError::Guest(format!("the host has no entropy: {e}")))?;
+    Ok(random)
+}
+
+pub fn now_ns() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
+}
+
+/// What only the host knows, for a guest that was frozen in a template.
+pub fn refresh(hostname: &str, env: HashMap<String, String>, template: &Template) -> Result<RefreshRequest, NodeError> {
     Ok(RefreshRequest {
-        realtime_ns: i64::try_from(now.as_nanos()).unwrap_or(i64::MAX),
-        entropy: bytes::Bytes::copy_from_slice(&random[..64]),
+        realtime_ns: now_ns(),
+        entropy: bytes::Bytes::copy_from_slice(&random::<64>()?),
         hostname: hostname.to_owned(),
-        machine_id: random[64..].iter().map(|b| format!("{b:02x}")).collect(),
+        machine_id: new_machine_id()?,
         env,
         defaults: Some(template.meta.defaults()),
         thaw: true,
@@ -135,27 +176,58 @@ pub fn refresh(hostname: &str, env: HashMap<String, String>, template: &Template
     })
 }
 
-/// A new VM from a template, under a name of its own. On failure nothing is left. Without a record it is nobody's, and
+/// For a guest that goes on with its life: its processes, and what is known of those that ended, stay.
+pub fn refresh_again(record: &Record, hook: Hook) -> Result<RefreshRequest, NodeError> {
+    Ok(RefreshRequest {
+        realtime_ns: now_ns(),
+        entropy: bytes::Bytes::copy_from_slice(&random::<64>()?),
+        hostname: record.hostname.clone(),
+        machine_id: record.machine_id.clone(),
+        env: record.env.clone(),
+        thaw: true,
+        hook: hook.into(),
+        ..RefreshRequest::default()
+    })
+}
+
+/// A subvolume with memory, disk and device state, and what VM they are of.
+pub struct Saved<'a> {
+    pub area: Area,
+    pub name: &'a str,
+    pub memory_mib: u32,
+    pub vcpus: u32,
+}
+
+impl Template {
+    pub fn saved(&self) -> Saved<'_> {
+        let Meta { memory_mib, vcpus, .. } = self.meta;
+        Saved { area: Area::Templates, name: &self.name, memory_mib, vcpus }
+    }
+}
+
+/// A new VM from what was saved, under a name of its own. On failure nothing is left. Without a record it is nobody's, and
 /// gives way to those that are somebody's.
 pub async fn restore(
     runs: &Arc<Runs>,
-    template: Arc<Template>,
+    saved: Saved<'_>,
     area: Area,
     name: &str,
     record: Option<&Record>,
     promise: Promise,
 ) -> Result<Machine, NodeError> {
     let begun = Instant::now();
-    let meta = &template.meta;
     let slot = SlotGuard::take(&runs.slots)?;
-    let (from, to) = (template.name.clone(), name.to_owned());
-    let made = runs.blocking({
-        let weight = if record.is_some() { Weight::Normal } else { Weight::Background };
-        let memory = limits(meta.memory_mib, meta.vcpus, weight);
-        move |runs| {
-            let dir = runs.config.host.snapshot((Area::Templates, &from), (area, &to), false)?;
-            Ok((dir, runs.config.host.create_group(&to, memory)?))
-        }
+    let weight = if record.is_some() { Weight::Normal } else { Weight::Background };
+    let memory = limits(saved.memory_mib, saved.vcpus, weight);
+    let (from, to) = ((saved.area, saved.name.to_owned()), name.to_owned());
+    let record = record.map(|record| Record { slot: slot.slot, ..record.clone() });
+    let first = record.clone();
+    let made = runs.blocking(move |runs| {
+        let dir = match first {
+            Some(record) if from.0 == Area::Checkpoints => unpack(runs, &from.1, (area, &to), &record)?,
+            _ => runs.config.host.snapshot((from.0, &from.1), (area, &to), false)?,
+        };
+        Ok((dir, runs.config.host.create_group(&to, memory)?))
     });
     let (dir, group) = match made.await {
         Ok(made) => made,
@@ -165,16 +237,16 @@ pub async fn restore(
         }
     };
     let snapshot = begun.elapsed();
-    let spec = vm_spec(runs, meta.memory_mib, meta.vcpus, &slot, group.name());
+    let spec = vm_spec(runs, saved.memory_mib, saved.vcpus, &slot, group.name());
     let started = async {
-        if let Some(record) = record {
-            Record { slot: slot.slot, ..record.clone() }.write(&dir)?;
+        if let Some(record) = &record {
+            record.write(&dir)?;
             points::reach("run.recorded");
         }
         let vm: Arc<dyn Vm> = Arc::from(runs.config.driver.restore(&spec, &VmDir::new(&dir), AfterRestore::Run).await?);
-        if let Some(record) = record {
+        if let Some(record) = &record {
             points::reach("run.started");
-            Record { slot: slot.slot, vmm: Some(vm.identity()), ..record.clone() }.write(&dir)?;
+            Record { vmm: Some(vm.identity()), ..record.clone() }.write(&dir)?;
             points::reach("run.named");
         }
         Ok(vm)
@@ -190,6 +262,24 @@ pub async fn restore(
             Err(error)
         }
     }
+}
+
+/// A checkpoint holds the record of the run it was taken of, which must never pass for one of this sandbox: it is replaced
+/// before the folder has its name.
+fn unpack(runs: &Runs, checkpoint: &str, to: (Area, &str), record: &Record) -> Result<PathBuf, NodeError> {
+    let host = &runs.config.host;
+    let passing = format!("unpack-{}", uuid::Uuid::new_v4().simple());
+    let unpacked = (|| {
+        let dir = host.snapshot((Area::Checkpoints, checkpoint), (Area::Tmp, &passing), false)?;
+        VmDir::new(&dir).remove_traces()?;
+        record.write(&dir)?;
+        points::reach("unpack.recorded");
+        Ok(host.rename((Area::Tmp, &passing), to)?)
+    })();
+    if unpacked.is_err() {
+        host.delete(Area::Tmp, &passing)?;
+    }
+    unpacked
 }
 
 /// Ends whatever there is of a VM and removes its files. Nothing there is no error.

@@ -208,7 +208,7 @@ async fn prepare(runs: &Arc<Runs>, template: Arc<Template>) -> Result<(Machine, 
     let refresh = run::refresh("parked", std::collections::HashMap::new(), &template)?;
     // Not at the cost of another parked VM.
     let promise = runs.memory.promise(template.meta.memory_mib)?;
-    let mut machine = run::restore(runs, template, Area::Tmp, &name, None, promise).await?;
+    let mut machine = run::restore(runs, template.saved(), Area::Tmp, &name, None, promise).await?;
     let warmed = async {
         points::reach("warm.restored");
         let guest = Guest::refreshed(machine.vm.clone(), None, 0, refresh, GUEST_PATIENCE).await?;
