@@ -153,6 +153,13 @@ mod tests {
     }
 
     #[test]
+    fn every_list_is_ls_too() {
+        for what in ["template", "key"] {
+            assert!(Cli::try_parse_from(["space", what, "ls"]).is_ok(), "space {what} ls");
+        }
+    }
+
+    #[test]
     fn values() {
         assert_eq!(duration("2h"), Ok(7200));
         assert_eq!(memory_mib("1GiB"), Ok(1024));

@@ -32,7 +32,7 @@ enum KeyCommand {
         scope: ScopeArg,
     },
     /// List keys, without their secrets
-    #[command(after_help = AFTER_HELP)]
+    #[command(visible_alias = "ls", after_help = AFTER_HELP)]
     List,
     /// Make keys useless, at once
     #[command(after_help = AFTER_HELP)]

@@ -39,7 +39,7 @@ enum TemplateCommand {
     #[command(after_help = AFTER_HELP)]
     Build(Box<Build>),
     /// List templates
-    #[command(after_help = AFTER_HELP)]
+    #[command(visible_alias = "ls", after_help = AFTER_HELP)]
     List,
     /// Show everything about a template
     #[command(after_help = AFTER_HELP)]
