@@ -41,6 +41,12 @@ fn number(path: &str) -> u64 {
     fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
 }
 
+fn cpu_us(group: &Path) -> u64 {
+    let text = fs::read_to_string(group.join("cpu.stat")).unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("usage_usec "));
+    line.and_then(|number| number.parse().ok()).unwrap_or(0)
+}
+
 pub fn memory(key: &str) -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
@@ -101,6 +107,11 @@ impl Groups {
         Ok(())
     }
 
+    /// CPU time of all programs since the boot; 0 without control groups.
+    pub fn cpu_us(&self) -> u64 {
+        self.space.as_deref().map_or(0, cpu_us)
+    }
+
     pub fn thaw(&self) -> io::Result<()> {
         self.set_frozen(false)
     }
@@ -125,6 +136,10 @@ impl Group {
     /// Where a process writes itself in.
     pub fn procs(&self) -> io::Result<OwnedFd> {
         Ok(fs::File::options().write(true).open(self.path.join("cgroup.procs"))?.into())
+    }
+
+    pub fn cpu_us(&self) -> u64 {
+        cpu_us(&self.path)
     }
 
     pub fn kill(&self) -> io::Result<()> {

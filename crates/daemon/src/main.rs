@@ -4,22 +4,26 @@
 //! files, and sets clock, entropy and identity after every restore. It trusts nobody in the guest: programs run as their
 //! own users, and none of them can reach the channel. It must never end: its end is the guest's.
 //!
-//! `space-daemon --socket PATH [--cgroup FOLDER]` serves the same interface on a Unix socket of an ordinary host, for tests; it then leaves
+//! `space-daemon --socket PATH [--cgroup FOLDER] [--hooks FOLDER] [--disk FOLDER]` serves the same interface on a Unix socket of an ordinary host, for tests; it then leaves
 //! the host's clock, names and entropy alone.
 
 mod archive;
 mod boot;
 mod cgroup;
 mod files;
+mod hooks;
 mod log;
 mod output;
 mod port;
+mod ports;
 mod processes;
+mod pumps;
 mod reaper;
 mod refresh;
 mod service;
 mod session;
 mod spawn;
+mod standstill;
 mod sys;
 mod users;
 mod vsock;
@@ -37,8 +41,8 @@ const BLOCKING_THREADS_MAX: usize = 2 * files::TRANSFERS_MAX + watch::WATCHERS_M
 pub enum Mode {
     /// PID 1 of a microVM.
     Guest,
-    /// A process of a host, behind a Unix socket; with control groups below a folder that was made for it, if any.
-    Host { socket: PathBuf, cgroup: Option<PathBuf> },
+    /// A process of a host, behind a Unix socket. Control groups, hooks and a file system to freeze only where they are named.
+    Host { socket: PathBuf, cgroup: Option<PathBuf>, hooks: Option<PathBuf>, disk: Option<PathBuf> },
 }
 
 /// What the parts share.
@@ -46,17 +50,31 @@ pub struct Daemon {
     pub mode: Mode,
     pub table: processes::Table,
     pub identity: refresh::Identity,
+    pub disk: standstill::Disk,
+    pub ports: ports::Ports,
 }
 
 fn mode() -> Result<Mode, String> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["--socket", path] => Ok(Mode::Host { socket: path.into(), cgroup: None }),
-        ["--socket", path, "--cgroup", group] => Ok(Mode::Host { socket: path.into(), cgroup: Some(group.into()) }),
-        // The kernel passes on what it does not know of its command line.
-        _ if std::process::id() == 1 => Ok(Mode::Guest),
-        _ => Err("usage: space-daemon --socket PATH [--cgroup FOLDER]; without it this is PID 1 of a guest".to_owned()),
+    // The kernel passes on what it does not know of its command line.
+    if std::process::id() == 1 {
+        return Ok(Mode::Guest);
     }
+    let usage = "usage: space-daemon --socket PATH [--cgroup FOLDER] [--hooks FOLDER] [--disk FOLDER]; without it this is PID 1 of a guest";
+    let (mut socket, mut cgroup, mut hooks, mut disk) = (None, None, None, None);
+    for pair in args.chunks(2) {
+        let [option, value] = pair else { return Err(usage.to_owned()) };
+        let place = match option.as_str() {
+            "--socket" => &mut socket,
+            "--cgroup" => &mut cgroup,
+            "--hooks" => &mut hooks,
+            "--disk" => &mut disk,
+            _ => return Err(usage.to_owned()),
+        };
+        *place = Some(PathBuf::from(value));
+    }
+    let socket = socket.ok_or(usage)?;
+    Ok(Mode::Host { socket, cgroup, hooks, disk })
 }
 
 fn main() -> ExitCode {
@@ -95,8 +113,13 @@ fn run(mode: Mode) -> std::io::Result<()> {
         .build()?;
     runtime.block_on(async {
         let groups = cgroup::Groups::open(&mode);
-        let daemon =
-            Arc::new(Daemon { table: processes::Table::new(groups), identity: refresh::Identity::default(), mode });
+        let daemon = Arc::new(Daemon {
+            table: processes::Table::new(groups),
+            identity: refresh::Identity::default(),
+            disk: standstill::Disk::of(&mode),
+            ports: ports::Ports::default(),
+            mode,
+        });
         reaper::start(daemon.clone())?;
         session::serve(daemon).await
     })

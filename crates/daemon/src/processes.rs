@@ -20,6 +20,7 @@ use tonic::Status;
 
 use crate::cgroup::{self, Group, Groups};
 use crate::output::{Budget, Log};
+use crate::pumps::{feed, feed_terminal, pump, pump_terminal};
 use crate::reaper::Status as Ended;
 use crate::refresh::Settings;
 use crate::{spawn, sys};
@@ -31,7 +32,6 @@ const RESERVED_KEPT: Duration = Duration::from_secs(120);
 const RESERVED_KEPT_MAX: Duration = Duration::from_secs(3600);
 const DRAIN_QUIET: Duration = Duration::from_millis(250);
 const DRAIN_MAX: Duration = Duration::from_secs(2);
-const READ_BYTES: usize = 32 * 1024;
 const STDIN_QUEUED: usize = 4;
 const BUDGET_PART: u64 = 8;
 const LISTED_ARGV_BYTES: usize = 1024;
@@ -193,6 +193,44 @@ impl Table {
         self.lock().values().filter(|p| matches!(p.state().phase, Phase::Running { .. })).count()
     }
 
+    /// How many run that are not detached, and their CPU time in microseconds.
+    pub fn foreground(&self) -> (u32, u64) {
+        let groups: Vec<_> = self
+            .lock()
+            .values()
+            .filter(|process| process.spec.foreground)
+            .filter_map(|process| {
+                let state = process.state();
+                matches!(state.phase, Phase::Running { .. }).then(|| state.group.clone())
+            })
+            .collect();
+        let cpu_us = groups.iter().flatten().map(Group::cpu_us).sum();
+        (u32::try_from(groups.len()).unwrap_or(u32::MAX), cpu_us)
+    }
+
+    /// Runs a program of the daemon's own and waits for its end. It is never in the list, so no tenant can meet it.
+    pub async fn run_unlisted(&self, id: &str, spec: ProcessSpec, settings: &Settings) -> Result<Exit, Status> {
+        let process = Arc::new(self.new_process(id, spec, RESERVED_KEPT));
+        if !self.start(&process, settings) {
+            return Err(Status::unavailable("the programs stand still"));
+        }
+        Ok(process.log.finished().await)
+    }
+
+    fn new_process(&self, id: &str, spec: ProcessSpec, kept: Duration) -> Process {
+        let state = State {
+            phase: Phase::Reserved { expires: Instant::now() + kept },
+            started_unix_ms: 0,
+            ended_unix_ms: 0,
+            pid: 0,
+            group: None,
+            terminal: None,
+            stdin: None,
+            timed_out: false,
+        };
+        Process { id: id.to_owned(), spec, log: Log::new(self.budget.clone()), state: Mutex::new(state) }
+    }
+
     /// Drops what has been kept long enough, and the oldest beyond the limit.
     fn sweep(&self) {
         let mut processes = self.lock();
@@ -249,18 +287,7 @@ impl Table {
             0 => RESERVED_KEPT,
             ms => Duration::from_millis(ms).min(RESERVED_KEPT_MAX),
         };
-        let state = State {
-            phase: Phase::Reserved { expires: Instant::now() + kept },
-            started_unix_ms: 0,
-            ended_unix_ms: 0,
-            pid: 0,
-            group: None,
-            terminal: None,
-            stdin: None,
-            timed_out: false,
-        };
-        let process = Process { id: id.to_owned(), spec, log: Log::new(self.budget.clone()), state: Mutex::new(state) };
-        processes.insert(id.to_owned(), Arc::new(process));
+        processes.insert(id.to_owned(), Arc::new(self.new_process(id, spec, kept)));
         Ok(())
     }
 
@@ -432,54 +459,4 @@ impl Process {
 
 fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {
     Ok(rustix::fs::fcntl_setfl(fd, rustix::fs::fcntl_getfl(fd)? | rustix::fs::OFlags::NONBLOCK)?)
-}
-
-async fn pump(log: Arc<Log>, mut pipe: pipe::Receiver, stream: Stream) {
-    use tokio::io::AsyncReadExt as _;
-    let mut buffer = vec![0u8; READ_BYTES];
-    while let Ok(len @ 1..) = pipe.read(&mut buffer).await {
-        log.append(stream, &buffer[..len]).await;
-    }
-    log.pump_ends();
-}
-
-async fn pump_terminal(log: Arc<Log>, terminal: Arc<AsyncFd<OwnedFd>>) {
-    let mut buffer = vec![0u8; READ_BYTES];
-    loop {
-        let read = terminal.async_io(tokio::io::Interest::READABLE, |fd| Ok(rustix::io::read(fd, &mut buffer)?)).await;
-        match read {
-            // EIO: the last process that had the terminal open is gone.
-            Ok(0) | Err(_) => break,
-            Ok(len) => log.append(Stream::Stdout, &buffer[..len]).await,
-        }
-    }
-    log.pump_ends();
-}
-
-async fn feed(mut pipe: pipe::Sender, mut input: mpsc::Receiver<Input>) {
-    use tokio::io::AsyncWriteExt as _;
-    while let Some(Input::Data(data)) = input.recv().await {
-        if pipe.write_all(&data).await.is_err() {
-            // The program reads no more. Its queue is emptied, so that nobody waits for it.
-            while input.recv().await.is_some() {}
-            return;
-        }
-    }
-}
-
-async fn feed_terminal(terminal: Arc<AsyncFd<OwnedFd>>, mut input: mpsc::Receiver<Input>) {
-    while let Some(item) = input.recv().await {
-        let mut data = match item {
-            Input::Data(data) => data,
-            // End of file, as a terminal knows it.
-            Input::Close => Bytes::from_static(b"\x04"),
-        };
-        while !data.is_empty() {
-            let wrote = terminal.async_io(tokio::io::Interest::WRITABLE, |fd| Ok(rustix::io::write(fd, &data)?)).await;
-            match wrote {
-                Ok(len) => drop(data.split_to(len)),
-                Err(_) => return,
-            }
-        }
-    }
 }

@@ -5,13 +5,13 @@ use std::collections::HashMap;
 use std::fs;
 use std::os::fd::AsFd as _;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::time::{ClockId, clock_settime};
 use space_proto::guest::{Defaults, RefreshReply, RefreshRequest};
 
-use crate::{Daemon, Mode, sys};
+use crate::{Daemon, Mode, hooks, sys};
 
 const ENTROPY_MAX_BYTES: usize = 512;
 const ENV_MAX_BYTES: usize = 512 * 1024;
@@ -44,8 +44,18 @@ fn failed<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> String {
 }
 
 impl Daemon {
-    /// Idempotent. The order matters: randomness and time first, programs run again last.
-    pub fn refresh(&self, request: RefreshRequest) -> Result<RefreshReply, String> {
+    /// Idempotent. The order matters: randomness and time first, then the disk, which names are written to; programs run again
+    /// last, and hooks are programs.
+    pub async fn refresh(self: &Arc<Self>, request: RefreshRequest) -> Result<RefreshReply, String> {
+        let (hook, hooks_ms) = (hooks::When::asked(request.hook()), request.hooks_ms);
+        let mut reply = self.set(request)?;
+        if let Some(when) = hook {
+            reply.hook_failures = hooks::run(self, when, hooks_ms).await;
+        }
+        Ok(reply)
+    }
+
+    fn set(&self, request: RefreshRequest) -> Result<RefreshReply, String> {
         let env: usize = request.env.iter().map(|(k, v)| k.len() + v.len()).sum();
         if env > ENV_MAX_BYTES {
             return Err("the environment is too large".to_owned());
@@ -53,6 +63,11 @@ impl Daemon {
         if self.mode == Mode::Guest {
             set_entropy(&request.entropy)?;
             set_clock(request.realtime_ns)?;
+        }
+        if request.thaw {
+            self.disk.thaw().map_err(failed("let the disk be written again"))?;
+        }
+        if self.mode == Mode::Guest {
             set_names(&request.hostname, &request.machine_id)?;
         }
         {

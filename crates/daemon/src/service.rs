@@ -23,7 +23,7 @@ use crate::files::{self, Piece, as_user};
 use crate::output::{Attachment, Found};
 use crate::processes::{Input, Process};
 use crate::users::User;
-use crate::{Daemon, archive, cgroup, refresh, spawn, watch};
+use crate::{Daemon, archive, cgroup, ports, refresh, spawn, watch};
 
 const WAIT_MAX: Duration = Duration::from_secs(3600);
 const CHUNKS_QUEUED: usize = 4;
@@ -170,6 +170,7 @@ impl Guest for Service {
         let uptime = std::fs::read_to_string("/proc/uptime").unwrap_or_default();
         let seconds: f64 = uptime.split(' ').next().and_then(|text| text.parse().ok()).unwrap_or(0.0);
         let (disk_total_bytes, disk_free_bytes) = disk();
+        let (foreground, foreground_cpu_us) = self.0.table.foreground();
         Ok(Response::new(InfoReply {
             protocol: GUEST_PROTOCOL,
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -181,40 +182,28 @@ impl Guest for Service {
             disk_total_bytes,
             disk_free_bytes,
             processes: u32::try_from(self.0.table.running()).unwrap_or(u32::MAX),
-            ..InfoReply::default()
+            cpu_us: self.0.table.groups.cpu_us(),
+            foreground,
+            foreground_cpu_us,
         }))
     }
 
     type OpenPortStream = Stream<PortData>;
 
-    async fn open_port(&self, _: Request<Streaming<PortData>>) -> Answer<Self::OpenPortStream> {
-        Err(Status::unimplemented("open_port"))
+    async fn open_port(&self, request: Request<Streaming<PortData>>) -> Answer<Self::OpenPortStream> {
+        Ok(Response::new(ReceiverStream::new(self.0.ports.open(request.into_inner()).await?)))
     }
 
     async fn list_ports(&self, _: Request<ListPortsRequest>) -> Answer<ListPortsReply> {
-        Err(Status::unimplemented("list_ports"))
+        Ok(Response::new(ListPortsReply { ports: ports::listening() }))
     }
 
     async fn refresh(&self, request: Request<RefreshRequest>) -> Answer<RefreshReply> {
-        self.0.refresh(request.into_inner()).map(Response::new).map_err(Status::internal)
+        self.0.refresh(request.into_inner()).await.map(Response::new).map_err(Status::internal)
     }
 
     async fn quiesce(&self, request: Request<QuiesceRequest>) -> Answer<QuiesceReply> {
-        let request = request.into_inner();
-        let daemon = self.0.clone();
-        let work = tokio::task::spawn_blocking(move || {
-            if request.freeze {
-                daemon.table.groups.freeze()?;
-            }
-            nix::unistd::sync();
-            if request.drop_caches {
-                std::fs::write("/proc/sys/vm/drop_caches", "1")?;
-            }
-            Ok::<_, std::io::Error>(daemon.table.running())
-        });
-        let done = work.await.map_err(|_| Status::internal("interrupted"))?;
-        let frozen = done.map_err(|error| Status::internal(format!("cannot stand still: {error}")))?;
-        Ok(Response::new(QuiesceReply { frozen_processes: frozen as u64, ..QuiesceReply::default() }))
+        self.0.stand_still(request.into_inner()).await.map(Response::new).map_err(Status::internal)
     }
 
     async fn reserve(&self, request: Request<ReserveRequest>) -> Answer<ReserveReply> {

@@ -89,9 +89,9 @@ async fn serve_vsock(daemon: &Arc<Daemon>, streams: mpsc::Sender<LinkStream>) ->
     }
 }
 
-async fn accept(daemon: &Daemon, mut listener: Listener, streams: mpsc::Sender<LinkStream>) {
+async fn accept(daemon: &Arc<Daemon>, mut listener: Listener, streams: mpsc::Sender<LinkStream>) {
     while let Ok((hello, responder)) = listener.accept().await {
-        match obey(daemon, hello) {
+        match obey(daemon, hello).await {
             Ok(ack) => {
                 if streams.send(responder.ack(ack)).await.is_err() {
                     return;
@@ -102,9 +102,9 @@ async fn accept(daemon: &Daemon, mut listener: Listener, streams: mpsc::Sender<L
     }
 }
 
-fn obey(daemon: &Daemon, hello: Hello) -> Result<HelloAck, String> {
+async fn obey(daemon: &Arc<Daemon>, hello: Hello) -> Result<HelloAck, String> {
     let refresh = match hello.refresh {
-        Some(request) => Some(daemon.refresh(request)?),
+        Some(request) => Some(daemon.refresh(request).await?),
         None => None,
     };
     Ok(HelloAck { protocol: GUEST_PROTOCOL, refresh, error: String::new() })

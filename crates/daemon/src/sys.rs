@@ -33,6 +33,19 @@ pub fn add_entropy(device: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
     check(unsafe { libc::ioctl(device.as_raw_fd(), RNDRESEEDCRNG as _, 0) })
 }
 
+/// Nothing is written to the file system until it is thawed; what is on its disk then is clean.
+pub fn freeze_filesystem(folder: BorrowedFd<'_>) -> io::Result<()> {
+    const FIFREEZE: libc::c_ulong = 0xC004_5877;
+    // SAFETY: the kernel looks at no argument.
+    check(unsafe { libc::ioctl(folder.as_raw_fd(), FIFREEZE as _, 0) })
+}
+
+pub fn thaw_filesystem(folder: BorrowedFd<'_>) -> io::Result<()> {
+    const FITHAW: libc::c_ulong = 0xC004_5878;
+    // SAFETY: the kernel looks at no argument.
+    check(unsafe { libc::ioctl(folder.as_raw_fd(), FITHAW as _, 0) })
+}
+
 pub fn set_window_size(terminal: BorrowedFd<'_>, cols: u16, rows: u16) -> io::Result<()> {
     let size = libc::winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 };
     // SAFETY: the kernel only reads the struct.

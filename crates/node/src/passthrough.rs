@@ -37,6 +37,8 @@ const METHODS: &[&str] = &[
     "ReadArchive",
     "WriteArchive",
     "WatchFiles",
+    "OpenPort",
+    "ListPorts",
 ];
 
 #[derive(Clone)]

@@ -56,7 +56,8 @@ fn of(name: &str, choice: u8, message: &impl Message) -> Seed {
 }
 
 pub fn seeds() -> Vec<Seed> {
-    let refresh = RefreshReply { realtime_ns: 1_700_000_000_000_000_000, boot_id: "b".repeat(36), ..Default::default() };
+    let refresh =
+        RefreshReply { realtime_ns: 1_700_000_000_000_000_000, boot_id: "b".repeat(36), ..Default::default() };
     let spec = ProcessSpec {
         argv: vec!["sh".to_owned(), "-c".to_owned(), "true".to_owned()],
         env: [("LANG".to_owned(), "C".to_owned())].into(),
