@@ -66,6 +66,10 @@ async fn pass(runs: Arc<Runs>, mut request: Request<Body>) -> Result<Response<Bo
     let live = runs.live(&sandbox, run).ok_or_else(|| {
         Status::failed_precondition(format!("misdirected: this node does not hold run {run} of {sandbox}"))
     })?;
+    if live.marks().paused {
+        return Err(Status::failed_precondition(format!("paused: {sandbox} stands still; resume it first")));
+    }
+    live.calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     for name in [META_SANDBOX, META_RUN, META_GENERATION] {
         request.headers_mut().remove(name);
     }

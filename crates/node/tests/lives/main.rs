@@ -71,6 +71,8 @@ async fn a_paused_run_loses_nothing_and_says_so() {
         let paused = bench.client.pause_run(first.clone()).await.unwrap().into_inner();
         assert_eq!(paused.state(), RunState::Paused);
         assert!(paused.reason.starts_with("requested: "), "{paused:?}");
+        let refused = bench.sh(&first, "true").await.unwrap_err();
+        assert_eq!((refused.code(), refused.message().starts_with("paused: ")), (Code::FailedPrecondition, true));
         tokio::time::sleep(Duration::from_secs(1)).await;
         if round == 1 {
             // A node that dies leaves it paused, and its successor knows.
