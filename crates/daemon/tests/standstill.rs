@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::*;
 use space_proto::guest::*;
 
-/// A small ext4 file system in a file. Thawed and unmounted with the value, so declare it before its daemon... and drop it last.
+/// A small ext4 file system in a file, thawed and unmounted with the value: declared before its daemon, it goes after it.
 struct Ext4 {
     image: PathBuf,
     mount: PathBuf,
