@@ -25,8 +25,10 @@ use space_proto::node::{
     CheckpointInfo, CheckpointRef, RunRef, RunState, RunStatus, StartRunRequest, TakeCheckpointRequest,
 };
 use space_proto::{META_GENERATION, META_RUN, META_SANDBOX};
+use space_vmm::DriverConfig;
+use space_vmm::firecracker::{self, FirecrackerConfig};
+use space_vmm::guest_kernel::{self, GuestKernel};
 use space_vmm::qemu::{Accel, QemuConfig};
-use space_vmm::{DriverConfig, guest_kernel};
 use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status};
@@ -60,17 +62,34 @@ fn owner(dir: &Path) -> String {
     space_node::owner(dir)
 }
 
+/// The one that made the template; its kernel's arguments are the stage's.
+fn driver(meta: &serde_json::Value) -> DriverConfig {
+    let made_by = |word: &str| meta["compatibility"].as_str().is_some_and(|text| text.contains(word));
+    if made_by("firecracker=") {
+        let named = std::env::var_os("SPACE_FIRECRACKER").map(PathBuf::from);
+        let program = named.or_else(firecracker::find_program).expect("the stage's Firecracker");
+        return DriverConfig::Firecracker(FirecrackerConfig::new(program));
+    }
+    let accel = if made_by("accel=kvm") { Accel::Kvm } else { QemuConfig::default().accel };
+    DriverConfig::Qemu(QemuConfig { accel, ..QemuConfig::default() })
+}
+
+/// The stage's kernel, a prepared folder or one file.
+fn kernel(stage: &Path) -> GuestKernel {
+    let named = std::env::var_os("SPACE_FIRECRACKER_KERNEL").map(PathBuf::from);
+    let kernel = guest_kernel::open(&stage.join("kernel")).ok();
+    kernel.or_else(|| guest_kernel::open(&named?).ok()).expect("the stage's kernel")
+}
+
 /// The node's process: never returns.
 pub async fn be_the_node() {
     let Some(dir) = std::env::var_os(AS_NODE).map(PathBuf::from) else { return };
     let stage = stage().expect("the stage");
     let (_, meta) = template(&stage).expect("a template");
-    let kvm = meta["compatibility"].as_str().is_some_and(|text| text.contains("kvm"));
-    let accel = if kvm { Accel::Kvm } else { QemuConfig::default().accel };
-    let driver = DriverConfig::Qemu(QemuConfig { accel, ..QemuConfig::default() });
+    let driver = driver(&meta);
     space_hostd::points::obey(dir.join("drill"));
-    let owner = owner(&dir);
-    let kernel = guest_kernel::open(&stage.join("kernel")).expect("the stage's kernel");
+    let (owner, driver_name) = (owner(&dir), driver.name());
+    let kernel = kernel(&stage);
     let program = driver.host_program(kernel.image, stage.join("initramfs.img"));
     let service = Service::open(Config {
         drill: None,
@@ -93,10 +112,10 @@ pub async fn be_the_node() {
         version: "0".to_owned(),
         driver: driver.driver(host.clone()),
         host,
-        driver_label: "qemu".to_owned(),
+        driver_label: driver_name.to_owned(),
         driver_reason: String::new(),
         kernel_version: kernel.version,
-        kernel_args: String::new(),
+        kernel_args: std::env::var("SPACE_FIRECRACKER_KERNEL_ARGS").unwrap_or_default(),
         data: std::net::TcpListener::bind("127.0.0.1:0").expect("a door"),
         grpc: std::os::unix::net::UnixListener::bind(&socket).expect("a door"),
         tokens: TokenVerifier::from_bytes(&space_core::token::TokenSigner::from_seed(&[7; 32]).verifier().to_bytes())
@@ -203,7 +222,8 @@ impl Bench {
         let pids = std::fs::read_dir("/proc").unwrap().flatten();
         pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok()).find(|pid| {
             let comm = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            comm.starts_with("qemu-system") && identity(Path::new(&format!("/proc/{pid}/cwd"))) == Some(wanted)
+            (comm.starts_with("qemu-system") || comm.starts_with("firecracker"))
+                && identity(Path::new(&format!("/proc/{pid}/cwd"))) == Some(wanted)
         })
     }
 
