@@ -32,6 +32,11 @@ pub use crate::choice::DriverConfig;
 pub use crate::console::CONSOLE_LOG_BYTES;
 pub use crate::dir::VmDir;
 
+/// How long a VMM may take for an answer, unless a driver is told otherwise: every call of [`Driver`] and [`Vm`] that asks one
+/// thing of it ends within that time, with [`VmmError::Timeout`] when it is silent. A save asks a few things and writes; see the
+/// drivers. Generous: fifty may start at once on two cores.
+pub const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);
+
 /// What a VM is made of. A restore needs the same values as the boot whose memory it continues.
 #[derive(Clone, Debug)]
 pub struct VmSpec {

@@ -3,11 +3,14 @@
 use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 
-use space_hostd::process::VmmProcess;
+use space_hostd::process::{Exit, VmmProcess};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::{ExitReason, VmDir, VmmError, within};
+
+/// After how many questions without an answer a VMM is ended.
+const SILENCES_MAX: u32 = 3;
 
 /// How long a VMM that was told to end, or killed, may take.
 pub(crate) const END_PATIENCE: Duration = Duration::from_secs(10);
@@ -38,6 +41,42 @@ impl Machine {
     pub async fn kill(&self) -> Result<(), VmmError> {
         self.process.kill()?;
         within("SIGKILL", END_PATIENCE, self.process.wait()).await.map(drop)
+    }
+}
+
+/// A VMM that can be asked whether it is there.
+pub(crate) trait Answers: Sync {
+    /// One cheap question, with a limit. A VMM that is not expected to answer now is taken to have answered.
+    fn answers(&self) -> impl Future<Output = Result<(), VmmError>> + Send;
+}
+
+impl Machine {
+    /// The watchdog: waits for the process to end, and ends one that no longer answers, since nothing of it could be
+    /// saved or stopped any more. A question takes at most `patience`, and three in a row must fail, with a third of that before
+    /// each; so a VMM that falls silent is gone after four times `patience`, not counting verbs under way, which have bounds of
+    /// their own.
+    pub async fn watch(&self, patience: Duration, vmm: &impl Answers) -> Exit {
+        let pid = self.process.identity().pid;
+        let mut silences = 0;
+        loop {
+            tokio::select! {
+                ended = self.process.wait() => return ended,
+                () = tokio::time::sleep(patience / SILENCES_MAX) => {}
+            }
+            // During a save nothing else may be answered.
+            let Ok(_verb) = self.verbs.try_lock() else { continue };
+            match vmm.answers().await {
+                Ok(()) => silences = 0,
+                Err(error) => {
+                    silences += 1;
+                    tracing::warn!(%error, silences, pid, "a VMM does not answer");
+                }
+            }
+            if silences >= SILENCES_MAX {
+                tracing::error!(pid, "ending a VMM that does not answer");
+                let _ = self.process.kill();
+            }
+        }
     }
 }
 

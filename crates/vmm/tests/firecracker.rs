@@ -29,6 +29,7 @@ async fn firecracker_does_what_every_driver_must() {
     each!(&bench,
         scenarios::two_sandboxes_continue_one_memory_each_for_itself
         scenarios::a_vm_outlives_its_driver_and_is_adopted
+        scenarios::a_silent_vmm_costs_a_bounded_wait_and_is_ended
         scenarios::each_end_of_a_guest_has_its_reason
         scenarios::a_flooding_guest_stays_bounded_and_a_lost_connection_is_replaced
         scenarios::what_a_restore_costs

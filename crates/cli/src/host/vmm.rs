@@ -39,7 +39,7 @@ pub fn choose(asked: DriverChoice, named: Option<PathBuf>, installed: PathBuf, k
     } else {
         let defaults = QemuConfig::default();
         let accel = if label == "qemu-kvm" { Accel::Kvm } else { defaults.accel };
-        DriverConfig::Qemu(QemuConfig { program: named.unwrap_or(defaults.program), accel })
+        DriverConfig::Qemu(QemuConfig { program: named.unwrap_or(defaults.program.clone()), accel, ..defaults })
     };
     Chosen { driver, label, reason }
 }

@@ -21,8 +21,6 @@ use crate::{VmDir, VmmError};
 /// The longest answer read; an instance's description has a few hundred bytes.
 pub const ANSWER_MAX_BYTES: usize = 64 << 10;
 pub const FAULT_MAX_CHARS: usize = 1000;
-/// Anything but a snapshot. Generous: fifty may start at once on two cores.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A bucket of `size` tokens (bytes or operations) that is full again after `refill_time` milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -127,15 +125,20 @@ struct Fault {
 }
 
 /// The connection to one Firecracker, made when first needed and again after a failure.
-#[derive(Default)]
 pub(super) struct Api {
+    /// For anything but a snapshot.
+    pub patience: Duration,
     connection: Mutex<Option<SendRequest<Full<Bytes>>>>,
 }
 
 impl Api {
+    pub fn new(patience: Duration) -> Api {
+        Api { patience, connection: Mutex::default() }
+    }
+
     /// Asks for the state: `Not started`, `Running` or `Paused`.
     pub async fn state(&self, dir: &VmDir) -> Result<String, VmmError> {
-        let body = self.call(dir, "the state", Method::GET, "/", None, PATIENCE).await?;
+        let body = self.call(dir, "the state", Method::GET, "/", None, self.patience).await?;
         state_of(&body)
     }
 
@@ -145,7 +148,17 @@ impl Api {
         what: &'static str,
         path: &str,
         body: &impl Serialize,
+    ) -> Result<(), VmmError> {
+        self.put_within(self.patience, dir, what, path, body).await
+    }
+
+    pub async fn put_within(
+        &self,
         limit: Duration,
+        dir: &VmDir,
+        what: &'static str,
+        path: &str,
+        body: &impl Serialize,
     ) -> Result<(), VmmError> {
         self.call(dir, what, Method::PUT, path, Some(json(body)), limit).await.map(drop)
     }
@@ -157,7 +170,7 @@ impl Api {
         path: &str,
         body: &impl Serialize,
     ) -> Result<(), VmmError> {
-        self.call(dir, what, Method::PATCH, path, Some(json(body)), PATIENCE).await.map(drop)
+        self.call(dir, what, Method::PATCH, path, Some(json(body)), self.patience).await.map(drop)
     }
 
     async fn call(

@@ -16,6 +16,7 @@ mod version;
 mod vm;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
@@ -28,7 +29,7 @@ use tokio::sync::OnceCell;
 pub use api::{RateLimiter, TokenBucket};
 pub use version::{PINNED, Version};
 
-use crate::{AfterRestore, Driver, ProcessIdentity, Vm, VmDir, VmSpec, VmmError};
+use crate::{AfterRestore, DEFAULT_PATIENCE, Driver, ProcessIdentity, Vm, VmDir, VmSpec, VmmError};
 
 /// The driver's name.
 pub const NAME: &str = "firecracker";
@@ -61,11 +62,18 @@ pub struct FirecrackerConfig {
     pub transport: Transport,
     /// Of each VM's disk. Applies to a boot; a saved state keeps its own.
     pub disk_limit: Option<RateLimiter>,
+    /// For anything but a snapshot; see [`crate::DEFAULT_PATIENCE`].
+    pub patience: Duration,
 }
 
 impl FirecrackerConfig {
     pub fn new(program: impl Into<PathBuf>) -> Self {
-        FirecrackerConfig { program: program.into(), transport: Transport::default(), disk_limit: None }
+        FirecrackerConfig {
+            program: program.into(),
+            transport: Transport::default(),
+            disk_limit: None,
+            patience: DEFAULT_PATIENCE,
+        }
     }
 
     /// What the root process is told: Firecracker's jail, with the guest's kernel and first file system for a boot. Its sockets
@@ -146,6 +154,6 @@ impl Driver for Firecracker {
     }
 
     async fn adopt(&self, dir: &VmDir, identity: ProcessIdentity) -> Result<Box<dyn Vm>, VmmError> {
-        Ok(Box::new(start::adopt(&self.host, dir, identity).await?))
+        Ok(Box::new(start::adopt((&self.config, &self.host), dir, identity).await?))
     }
 }

@@ -12,7 +12,7 @@ use nix::sys::stat::Mode;
 use space_hostd::host::Host;
 use space_hostd::jail;
 
-use super::api::{self, Api, PATIENCE, RateLimiter, TokenBucket};
+use super::api::{self, Api, RateLimiter, TokenBucket};
 use super::vm::{FirecrackerVm, exit_reason};
 use super::{API_SOCKET, CONSOLE_PIPE, FirecrackerConfig, Transport, VSOCK_SOCKET, saved};
 use crate::dir::{DEVICE_STATE, DISK, MEMORY, RUN};
@@ -84,8 +84,8 @@ async fn start(
         exit_reason,
     };
     let started = Started::new(host, spec, dir, program)?;
-    started.or_kill(async { within("its start", PATIENCE, listening(dir)).await? }).await?;
-    Ok(Ready { started, api: Api::default(), console })
+    started.or_kill(async { within("its start", config.patience, listening(dir)).await? }).await?;
+    Ok(Ready { started, api: Api::new(config.patience), console })
 }
 
 /// Waits for the socket of the interface.
@@ -102,7 +102,7 @@ async fn listening(dir: &VmDir) -> Result<(), VmmError> {
 
 async fn put_serial(ready: &Ready, dir: &VmDir) -> Result<(), VmmError> {
     let serial = api::Serial { serial_out_path: CONSOLE_PIPE, rate_limiter: CONSOLE_LIMIT };
-    ready.api.put(dir, "the console", "/serial", &serial, PATIENCE).await
+    ready.api.put(dir, "the console", "/serial", &serial).await
 }
 
 fn kernel_cmdline(config: &FirecrackerConfig, spec: &VmSpec) -> String {
@@ -137,13 +137,13 @@ async fn configure(config: &FirecrackerConfig, spec: &VmSpec, dir: &VmDir, ready
     let vsock = api::Vsock { guest_cid: GUEST_CID, uds_path: VSOCK_SOCKET };
     let entropy = api::Entropy { rate_limiter: RateLimiter { bandwidth: Some(ENTROPY_LIMIT), ops: None } };
     put_serial(ready, dir).await?;
-    api.put(dir, "the machine", "/machine-config", &machine, PATIENCE).await?;
-    api.put(dir, "the kernel", "/boot-source", &boot, PATIENCE).await?;
-    api.put(dir, "the disk", "/drives/disk", &drive, PATIENCE).await?;
-    api.put(dir, "the guest's channel", "/vsock", &vsock, PATIENCE).await?;
-    api.put(dir, "the entropy device", "/entropy", &entropy, PATIENCE).await?;
+    api.put(dir, "the machine", "/machine-config", &machine).await?;
+    api.put(dir, "the kernel", "/boot-source", &boot).await?;
+    api.put(dir, "the disk", "/drives/disk", &drive).await?;
+    api.put(dir, "the guest's channel", "/vsock", &vsock).await?;
+    api.put(dir, "the entropy device", "/entropy", &entropy).await?;
     let action = api::Action { action_type: "InstanceStart" };
-    api.put(dir, "the start of the guest", "/actions", &action, PATIENCE).await
+    api.put(dir, "the start of the guest", "/actions", &action).await
 }
 
 pub(super) async fn boot(
@@ -186,7 +186,7 @@ pub(super) async fn restore(
     };
     let loaded = ready.started.or_kill(async {
         put_serial(&ready, dir).await?;
-        ready.api.put(dir, "the saved state", "/snapshot/load", &load, PATIENCE).await?;
+        ready.api.put(dir, "the saved state", "/snapshot/load", &load).await?;
         dir.close_folder(RUN)
     });
     loaded.await.map_err(|error| match error {
@@ -196,10 +196,14 @@ pub(super) async fn restore(
     Ok(ready.into_vm(dir, true))
 }
 
-pub(super) async fn adopt(host: &Host, dir: &VmDir, identity: ProcessIdentity) -> Result<FirecrackerVm, VmmError> {
+pub(super) async fn adopt(
+    (config, host): (&FirecrackerConfig, &Host),
+    dir: &VmDir,
+    identity: ProcessIdentity,
+) -> Result<FirecrackerVm, VmmError> {
     let process = host.open(identity)?;
     let console = open_console(dir)?;
-    let api = Api::default();
+    let api = Api::new(config.patience);
     if !process.is_stopped() {
         api.state(dir).await?;
     }

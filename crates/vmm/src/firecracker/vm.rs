@@ -20,14 +20,11 @@ use super::api::{self, Api};
 use super::saved::{self, DIFF, Kind, NEW_MEMORY, NEW_STATE};
 use super::{AGENT_PORT, VSOCK_SOCKET};
 use crate::dir::DISK;
-use crate::machine::{Machine, Supervisor, blocking, sync_files};
+use crate::machine::{Answers, Machine, Supervisor, blocking, sync_files};
 use crate::{ExitReason, ProcessIdentity, SaveError, SaveKind, Vm, VmDir, VmStatus, VmmError, console, within};
 
 /// A full snapshot writes all memory; a slow disk has a few MiB a millisecond, a terrible one this much time.
 const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(600);
-/// How often a VMM is asked whether it is still there, and after how many failures it is ended.
-const WATCH_EVERY: Duration = Duration::from_secs(20);
-const SILENCES_MAX: u32 = 3;
 /// What a guest that takes the connection needs for it; Firecracker itself gives up after two seconds.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
 const CONNECT_PAUSE: Duration = Duration::from_millis(2);
@@ -62,32 +59,19 @@ pub(super) fn exit_reason(exit: Exit) -> ExitReason {
     }
 }
 
-/// Waits for the end, and ends a VMM that has not answered for long: nothing of it could be saved or stopped any more.
+impl Answers for Inner {
+    async fn answers(&self) -> Result<(), VmmError> {
+        // Paused by a signal: it cannot answer.
+        if self.machine.process.is_stopped() {
+            return Ok(());
+        }
+        self.api.state(&self.machine.dir()).await.map(drop)
+    }
+}
+
 async fn supervise(inner: Arc<Inner>) -> ExitReason {
-    let process = &inner.machine.process;
-    let mut silences = 0;
-    let ended = loop {
-        tokio::select! {
-            ended = process.wait() => break ended,
-            () = tokio::time::sleep(WATCH_EVERY) => {}
-        }
-        // A save has limits of its own, and nothing else is answered while it lasts.
-        let Ok(_verb) = inner.machine.verbs.try_lock() else { continue };
-        if process.is_stopped() {
-            continue;
-        }
-        match inner.api.state(&inner.machine.dir()).await {
-            Ok(_) => silences = 0,
-            Err(error) => {
-                silences += 1;
-                tracing::warn!(%error, silences, pid = process.identity().pid, "a Firecracker does not answer");
-            }
-        }
-        if silences >= SILENCES_MAX {
-            tracing::error!(pid = process.identity().pid, "ending a Firecracker that does not answer");
-            let _ = process.kill();
-        }
-    };
+    let machine = &inner.machine;
+    let ended = machine.watch(inner.api.patience, &*inner).await;
     if let Err(error) = inner.drain_console() {
         tracing::debug!(%error, "the console of a VM that ended is lost");
     }
@@ -153,7 +137,7 @@ impl Inner {
         };
         let create = api::CreateSnapshot { snapshot_type, snapshot_path: NEW_STATE, mem_file_path: memory };
         let dir = self.machine.dir();
-        let made = self.api.put(&dir, "the snapshot", "/snapshot/create", &create, SNAPSHOT_PATIENCE).await;
+        let made = self.api.put_within(SNAPSHOT_PATIENCE, &dir, "the snapshot", "/snapshot/create", &create).await;
         // The guest's connections are reset before the device state is written.
         if made.is_ok() || std::fs::metadata(dir.file(NEW_STATE)).is_ok_and(|meta| meta.len() > 0) {
             self.reset_announced.store(true, Ordering::Release);

@@ -24,7 +24,7 @@ use space_hostd::seccomp::Profile;
 use space_hostd::service::Program;
 use tokio::sync::OnceCell;
 
-use crate::{AfterRestore, Driver, ProcessIdentity, Vm, VmDir, VmSpec, VmmError};
+use crate::{AfterRestore, DEFAULT_PATIENCE, Driver, ProcessIdentity, Vm, VmDir, VmSpec, VmmError};
 
 /// The driver's name.
 pub const NAME: &str = "qemu";
@@ -32,9 +32,6 @@ pub const NAME: &str = "qemu";
 pub const DEFAULT_PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
 const MODULES: [&str; 2] = ["lib/x86_64-linux-gnu/qemu/accel-tcg-x86_64.so", "lib/qemu/accel-tcg-x86_64.so"];
 const FIRMWARE: [&str; 4] = ["bios-microvm.bin", "linuxboot_dma.bin", "pvh.bin", "kvmvapic.bin"];
-/// How long anything that needs an answer of QEMU may take. Generous: fifty may start at once on two cores.
-const PATIENCE: Duration = Duration::from_secs(60);
-
 /// How guest instructions are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Accel {
@@ -51,12 +48,18 @@ pub enum Accel {
 pub struct QemuConfig {
     pub program: PathBuf,
     pub accel: Accel,
+    /// See [`crate::DEFAULT_PATIENCE`].
+    pub patience: Duration,
 }
 
 impl Default for QemuConfig {
     /// The distribution's QEMU, without hardware virtualization.
     fn default() -> Self {
-        QemuConfig { program: PathBuf::from(DEFAULT_PROGRAM), accel: Accel::Tcg { code_cache_mib: 64 } }
+        QemuConfig {
+            program: PathBuf::from(DEFAULT_PROGRAM),
+            accel: Accel::Tcg { code_cache_mib: 64 },
+            patience: DEFAULT_PATIENCE,
+        }
     }
 }
 
@@ -160,6 +163,6 @@ impl Driver for Qemu {
     }
 
     async fn adopt(&self, dir: &VmDir, identity: ProcessIdentity) -> Result<Box<dyn Vm>, VmmError> {
-        Ok(Box::new(start::adopt(&self.host, dir, identity).await?))
+        Ok(Box::new(start::adopt((&self.config, &self.host), dir, identity).await?))
     }
 }

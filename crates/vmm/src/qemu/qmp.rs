@@ -6,15 +6,16 @@
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader, Interest};
 use tokio::net::UnixStream;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
-use super::PATIENCE;
 use crate::{VmmError, within};
 
 /// The longest line read: the console ring in base64 is the longest that comes in good faith.
@@ -52,10 +53,15 @@ struct Request {
 pub(super) struct Pending {
     command: &'static str,
     answer: oneshot::Receiver<Result<Value, String>>,
+    patience: Duration,
+    /// Its turn among those under way, given back when nobody waits for the answer any more.
+    _turn: OwnedSemaphorePermit,
 }
 
 pub(super) struct Qmp {
     requests: mpsc::Sender<Request>,
+    turns: Arc<Semaphore>,
+    pub patience: Duration,
     seen: watch::Sender<Seen>,
     task: JoinHandle<()>,
 }
@@ -68,11 +74,12 @@ impl Drop for Qmp {
 
 impl Qmp {
     /// Takes the stream, whose peer need not have accepted it yet. QEMU greets; the greeting is not needed.
-    pub fn new(stream: UnixStream) -> Self {
+    /// `patience`: the time for each answer.
+    pub fn new(stream: UnixStream, patience: Duration) -> Self {
         let (requests, receiver) = mpsc::channel(MAX_PENDING);
         let seen = watch::Sender::new(Seen { migration: Migration::None, shutdown: None, closed: false });
         let task = tokio::spawn(run(stream, receiver, seen.clone()));
-        Qmp { requests, seen, task }
+        Qmp { requests, turns: Arc::new(Semaphore::new(MAX_PENDING)), patience, seen, task }
     }
 
     pub fn seen(&self) -> watch::Receiver<Seen> {
@@ -84,7 +91,8 @@ impl Qmp {
         self.seen.send_modify(|seen| seen.migration = Migration::None);
     }
 
-    /// Sends a command without waiting for the answer: several may be on their way.
+    /// Sends a command without waiting for the answer: several may be on their way. When too many are, it waits for one of them,
+    /// within the same time.
     pub async fn send(
         &self,
         command: &'static str,
@@ -92,9 +100,13 @@ impl Qmp {
         fd: Option<OwnedFd>,
     ) -> Result<Pending, VmmError> {
         let (reply, answer) = oneshot::channel();
-        let sent = self.requests.send(Request { command, arguments, fd, reply }).await;
-        sent.map_err(|_| VmmError::Disconnected { command })?;
-        Ok(Pending { command, answer })
+        let sent = async {
+            // Both fail only when the connection's end is gone.
+            let turn = self.turns.clone().acquire_owned().await.ok()?;
+            self.requests.send(Request { command, arguments, fd, reply }).await.ok().map(|()| turn)
+        };
+        let turn = within(command, self.patience, sent).await?.ok_or(VmmError::Disconnected { command })?;
+        Ok(Pending { command, answer, patience: self.patience, _turn: turn })
     }
 
     pub async fn call(&self, command: &'static str, arguments: Value) -> Result<Value, VmmError> {
@@ -105,7 +117,7 @@ impl Qmp {
     pub async fn migrated(&self, command: &'static str) -> Result<bool, VmmError> {
         let mut seen = self.seen();
         let done = seen.wait_for(|seen| seen.migration != Migration::None || seen.closed);
-        let end = within("the end of a migration", PATIENCE, done).await?;
+        let end = within("the end of a migration", self.patience, done).await?;
         match end.map(|seen| seen.migration) {
             Ok(Migration::Completed) => Ok(true),
             Ok(Migration::Failed) => Ok(false),
@@ -117,7 +129,7 @@ impl Qmp {
 impl Pending {
     pub async fn answer(self) -> Result<Value, VmmError> {
         let command = self.command;
-        match within(command, PATIENCE, self.answer).await? {
+        match within(command, self.patience, self.answer).await? {
             Ok(Ok(value)) => Ok(value),
             Ok(Err(message)) => Err(VmmError::Refused { command, message }),
             Err(_) => Err(VmmError::Disconnected { command }),
@@ -142,8 +154,10 @@ async fn run(stream: UnixStream, mut requests: mpsc::Receiver<Request>, seen: wa
                 }
                 Ok(false) | Err(_) => break,
             },
-            request = requests.recv(), if waiting.len() < MAX_PENDING => {
+            request = requests.recv() => {
                 let Some(request) = request else { break };
+                // Who gave up waiting for a silent QEMU leaves nothing behind.
+                waiting.retain(|_, reply: &mut oneshot::Sender<_>| !reply.is_closed());
                 next_id += 1;
                 let message = message(request.command, request.arguments, next_id);
                 waiting.insert(next_id, request.reply);
@@ -268,7 +282,7 @@ mod tests {
     #[tokio::test]
     async fn a_line_without_end_ends_the_connection() {
         let (ours, theirs) = UnixStream::pair().expect("a pair");
-        let qmp = Qmp::new(ours);
+        let qmp = Qmp::new(ours, Duration::from_secs(10));
         let flood = tokio::spawn(async move {
             use tokio::io::AsyncWriteExt as _;
             let mut theirs = theirs;

@@ -7,7 +7,6 @@ use serde_json::{Value, json};
 use space_hostd::host::Host;
 use space_hostd::process::FIRST_INHERITED;
 
-use super::PATIENCE;
 use super::QemuConfig;
 use super::args::{self, Begin, Fds};
 use super::qmp::Qmp;
@@ -40,7 +39,7 @@ fn start(
         inherited: [qmp, agent].into_iter().chain(state).collect(),
         exit_reason: |exit| exit_reason(exit, None),
     };
-    Ok((Started::new(host, spec, dir, program)?, Qmp::new(stream)))
+    Ok((Started::new(host, spec, dir, program)?, Qmp::new(stream, config.patience)))
 }
 
 /// What every connection begins with. The capability serves both saving and loading; unlike that of events it cannot be
@@ -88,7 +87,7 @@ pub(super) async fn restore(
         }
         if !qmp.migrated("migrate-incoming").await? {
             // It says why and then ends by itself.
-            let end = within("the end", PATIENCE, started.process.wait()).await?;
+            let end = within("the end", config.0.patience, started.process.wait()).await?;
             return Err(started.died(end).await);
         }
         if then == AfterRestore::Run {
@@ -100,9 +99,13 @@ pub(super) async fn restore(
     Ok(QemuVm::new(dir.clone(), started.process, qmp))
 }
 
-pub(super) async fn adopt(host: &Host, dir: &VmDir, identity: ProcessIdentity) -> Result<QemuVm, VmmError> {
+pub(super) async fn adopt(
+    (config, host): (&QemuConfig, &Host),
+    dir: &VmDir,
+    identity: ProcessIdentity,
+) -> Result<QemuVm, VmmError> {
     let process = host.open(identity)?;
-    let qmp = Qmp::new(dir.connect(QMP_SOCKET)?);
+    let qmp = Qmp::new(dir.connect(QMP_SOCKET)?, config.patience);
     for pending in negotiate(&qmp).await? {
         pending.answer().await?;
     }

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use super::console;
 use super::qmp::Qmp;
 use crate::dir::{AGENT_SOCKET, DEVICE_STATE, DISK, MEMORY};
-use crate::machine::{END_PATIENCE, Machine, Supervisor, sync_files};
+use crate::machine::{Answers, END_PATIENCE, Machine, Supervisor, sync_files};
 use crate::{ExitReason, ProcessIdentity, SaveError, SaveKind, Vm, VmDir, VmStatus, VmmError, within};
 
 const NEW_STATE: &str = "device.state.new";
@@ -45,12 +45,18 @@ pub(super) fn exit_reason(exit: Exit, shutdown: Option<&str>) -> ExitReason {
     }
 }
 
+impl Answers for Inner {
+    async fn answers(&self) -> Result<(), VmmError> {
+        self.run_state().await.map(drop)
+    }
+}
+
 /// Waits for the guest's shutdown or QEMU's end. A guest that shut down leaves QEMU standing: fetch the console, end it.
 async fn supervise(inner: Arc<Inner>, mut missed: watch::Receiver<bool>) -> ExitReason {
     let process = &inner.machine.process;
     let mut seen = inner.qmp.seen();
     let shutdown = tokio::select! {
-        _ = process.wait() => inner.qmp.seen().borrow().shutdown.clone(),
+        _ = inner.machine.watch(inner.qmp.patience, &*inner) => inner.qmp.seen().borrow().shutdown.clone(),
         Ok(_) = missed.wait_for(|missed| *missed) => Some(MISSED.to_owned()),
         seen = seen.wait_for(|seen| seen.shutdown.is_some()) => seen.ok().and_then(|seen| seen.shutdown.clone()),
     };
@@ -119,6 +125,10 @@ impl Inner {
 
     /// After a save that failed: back to what the VM did before.
     async fn recover(&self, was_running: bool, error: VmmError) -> SaveError {
+        if matches!(error, VmmError::Timeout { .. }) {
+            // It is silent: to ask more of it only takes longer.
+            return SaveError::Terminal(error);
+        }
         // A leftover is replaced by the next save and never read.
         let _ = std::fs::remove_file(self.machine.dir().file(NEW_STATE));
         let back = if was_running { self.qmp.call("cont", Value::Null).await.map(drop) } else { Ok(()) };

@@ -24,6 +24,8 @@ use tokio::net::UnixStream;
 pub const MEMORY_MIB: u32 = 192;
 /// A hypervisor that emulates the guest's kernel takes many seconds for a few hundred page faults.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(120);
+/// Of the driver that is used for VMMs that do not answer.
+pub const SHORT_PATIENCE: Duration = Duration::from_secs(2);
 const DISK_BYTES: u64 = 64 << 20;
 /// Users of one test's VMMs.
 const SLOTS: u32 = 16;
@@ -70,6 +72,8 @@ pub struct Bench {
     pub kind: Kind,
     pub pool: Pool,
     pub driver: Arc<dyn Driver>,
+    /// The same, with `SHORT_PATIENCE`.
+    pub impatient: Arc<dyn Driver>,
     pub cgroups: CgroupRoot,
     cmdline: String,
     _dir: tempfile::TempDir,
@@ -167,8 +171,23 @@ impl Bench {
             ),
             vmms: [(machine.config.name().to_owned(), machine.config.host_program(machine.image, first))].into(),
         });
-        let driver = machine.config.driver(Host::here(service.unwrap()));
-        Some(Bench { kind, pool, driver, cgroups, cmdline: machine.cmdline, _dir: dir, slot: AtomicU32::new(0) })
+        let host = Host::here(service.unwrap());
+        let mut config = machine.config.clone();
+        match &mut config {
+            DriverConfig::Qemu(config) => config.patience = SHORT_PATIENCE,
+            DriverConfig::Firecracker(config) => config.patience = SHORT_PATIENCE,
+        }
+        let (driver, impatient) = (machine.config.driver(host.clone()), config.driver(host));
+        Some(Bench {
+            kind,
+            pool,
+            driver,
+            impatient,
+            cgroups,
+            cmdline: machine.cmdline,
+            _dir: dir,
+            slot: AtomicU32::new(0),
+        })
     }
 
     /// A specification with a user and a cgroup of its own.
@@ -239,6 +258,44 @@ impl Drop for Bench {
         self.cgroups.remove_if_empty();
         if let Err(error) = self.pool.unmount() {
             eprintln!("cannot unmount the pool of a test: {error}");
+        }
+    }
+}
+
+/// A process that gets no time, in a control group of version 2 of its own; it can still be killed. A stop by signal would not
+/// do: that is how some drivers pause.
+pub struct Frozen(PathBuf);
+
+impl Frozen {
+    pub fn new(pid: u32) -> Option<Frozen> {
+        let roots = ["/sys/fs/cgroup/unified", "/sys/fs/cgroup"];
+        let root = roots.iter().map(Path::new).find(|root| root.join("cgroup.procs").exists());
+        let frozen = root.map(|root| Frozen(root.join(format!("space-vmm-test-{pid}"))));
+        let made = frozen.filter(|frozen| std::fs::create_dir(&frozen.0).is_ok());
+        let Some(frozen) = made else {
+            eprintln!("skipped: no control group of version 2 can be made here");
+            return None;
+        };
+        std::fs::write(frozen.0.join("cgroup.procs"), pid.to_string()).unwrap();
+        std::fs::write(frozen.0.join("cgroup.freeze"), "1").unwrap();
+        let begun = Instant::now();
+        while !std::fs::read_to_string(frozen.0.join("cgroup.events")).unwrap().contains("frozen 1") {
+            assert!(begun.elapsed() < Duration::from_secs(10), "the process did not stand still");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Some(frozen)
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        drop(std::fs::write(self.0.join("cgroup.freeze"), "0"));
+        drop(std::fs::write(self.0.join("cgroup.kill"), "1"));
+        for _ in 0..200 {
+            if std::fs::remove_dir(&self.0).is_ok() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
         }
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use space_hostd::pool::Area;
 use space_vmm::{AfterRestore, CONSOLE_LOG_BYTES, ExitReason, SaveKind, Vm, VmDir, VmStatus, VmmError};
 
-use super::{Agent, Bench, Kind};
+use super::{Agent, Bench, Frozen, Kind, SHORT_PATIENCE};
 
 pub async fn end(vm: &dyn Vm) {
     vm.kill().await.unwrap();
@@ -91,6 +91,34 @@ pub async fn a_vm_outlives_its_driver_and_is_adopted(bench: &Bench) {
     }
     let gone = bench.driver.adopt(&dir, identity).await.err().unwrap();
     assert!(matches!(gone, VmmError::Host(space_hostd::protocol::HostError::Gone { .. })), "{gone:?}");
+    bench.assert_nothing_left();
+}
+
+/// Alive, and deaf: it answers nothing, and does not look stopped either.
+pub async fn a_silent_vmm_costs_a_bounded_wait_and_is_ended(bench: &Bench) {
+    // Whatever is asked of it ends in time, and says what did not.
+    let (vm, dir) = bench.restore("asked", AfterRestore::Run).await;
+    Agent::connect(&*vm).await.counter().await;
+    let identity = vm.identity();
+    drop(vm);
+    let vm = bench.impatient.adopt(&dir, identity).await.unwrap();
+    let Some(frozen) = Frozen::new(identity.pid) else { return end(&*vm).await };
+    let begun = Instant::now();
+    let asked = vm.status().await;
+    assert!(matches!(asked, Err(VmmError::Timeout { .. })), "{asked:?}");
+    assert!(begun.elapsed() < SHORT_PATIENCE * 4, "{:?}", begun.elapsed());
+    // One that nobody asks anything is noticed all the same.
+    let ended = tokio::time::timeout(SHORT_PATIENCE * 15, vm.wait()).await.expect("nobody noticed");
+    assert_eq!(ended, ExitReason::Killed { signal: 9 });
+    drop(frozen);
+
+    // And it can be ended by hand, which needs no word of it.
+    let (vm, _) = bench.restore("ended", AfterRestore::Run).await;
+    let frozen = Frozen::new(vm.identity().pid).unwrap();
+    let begun = Instant::now();
+    end(&*vm).await;
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    drop(frozen);
     bench.assert_nothing_left();
 }
 
